@@ -1,0 +1,90 @@
+"""Parallel Restarted SGD: train one PyTorch model on many workers that average their models now and then."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prsgd.averaging.base import Averaging, Header, Landing
+    from prsgd.averaging.mean import mean
+    from prsgd.comm.base import Communicator, Work
+    from prsgd.comm.in_process import InProcess
+    from prsgd.comm.joining import init
+    from prsgd.comm.torch_distributed import TorchDistributed
+    from prsgd.errors import AverageTimeout, DivergedError, MismatchError, PeerError, PrsgdError, UsageError
+    from prsgd.fleet import Fleet
+    from prsgd.local_sgd import LocalSGD
+    from prsgd.records import Record
+    from prsgd.schedules import Now, Round, Schedule, every, growing, once, per_worker
+
+__version__ = "0.1.0"
+
+# Loaded when first used (PEP 562): torch takes seconds to import, and `prsgd --help` does not need it.
+_HOME = {
+    "AverageTimeout": "errors",
+    "Averaging": "averaging.base",
+    "Communicator": "comm.base",
+    "DivergedError": "errors",
+    "Fleet": "fleet",
+    "Header": "averaging.base",
+    "InProcess": "comm.in_process",
+    "Landing": "averaging.base",
+    "LocalSGD": "local_sgd",
+    "MismatchError": "errors",
+    "Now": "schedules",
+    "PeerError": "errors",
+    "PrsgdError": "errors",
+    "Record": "records",
+    "Round": "schedules",
+    "Schedule": "schedules",
+    "TorchDistributed": "comm.torch_distributed",
+    "UsageError": "errors",
+    "Work": "comm.base",
+    "every": "schedules",
+    "growing": "schedules",
+    "init": "comm.joining",
+    "mean": "averaging.mean",
+    "once": "schedules",
+    "per_worker": "schedules",
+}
+
+__all__ = [
+    "AverageTimeout",
+    "Averaging",
+    "Communicator",
+    "DivergedError",
+    "Fleet",
+    "Header",
+    "InProcess",
+    "Landing",
+    "LocalSGD",
+    "MismatchError",
+    "Now",
+    "PeerError",
+    "PrsgdError",
+    "Record",
+    "Round",
+    "Schedule",
+    "TorchDistributed",
+    "UsageError",
+    "Work",
+    "every",
+    "growing",
+    "init",
+    "mean",
+    "once",
+    "per_worker",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'prsgd' has no attribute {name!r}")
+    value = getattr(import_module(f"prsgd.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

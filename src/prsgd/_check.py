@@ -1,0 +1,50 @@
+"""Arguments checked once, at the edge, with errors that name argument, value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+
+def whole_number(name: str, value: object, *, at_least: int) -> int:
+    """``value`` as an int, or a ValueError.
+
+    >>> whole_number("period", 4, at_least=1)
+    4
+    >>> whole_number("period", 0, at_least=1)
+    Traceback (most recent call last):
+    ValueError: period must be a whole number >= 1, got 0
+    """
+    message = f"{name} must be a whole number >= {at_least}, got {value!r}"
+    if isinstance(value, bool):
+        raise ValueError(message)
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # the except is for what has no index
+    except TypeError:
+        raise ValueError(message) from None
+    if number < at_least:
+        raise ValueError(message)
+    return number
+
+
+def positive(name: str, value: object) -> float:
+    """``value`` as a finite float above 0, or a ValueError.
+
+    >>> positive("lr_scale", -1)
+    Traceback (most recent call last):
+    ValueError: lr_scale must be a finite number > 0, got -1
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
+    return float(value)
+
+
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> str:
+    """``value`` if it is one of ``allowed``, or a ValueError.
+
+    >>> one_of("optimizer_state", "keep", ("keep", "average", "reset"))
+    'keep'
+    """
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    return value

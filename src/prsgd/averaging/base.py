@@ -1,0 +1,95 @@
+"""How to combine: the seam between the loop and a way of averaging.
+
+Every averaging answers one question: given the hosted workers' snapshots, to which *target* does each worker move?
+The loop then does ``x_i += target_i - snap_i``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from prsgd.comm.base import Communicator, Work
+
+
+class Sums(NamedTuple):
+    """Small numbers that are summed over all workers with every average."""
+
+    weight: float = 0.0
+    workers: float = 0.0
+    """Workers whose models count."""
+    done: float = 0.0
+    """Workers that have run out of data."""
+    bad: float = 0.0
+    """Workers whose models are not finite."""
+    consensus: float = 0.0
+    """Workers that called ``consensus()`` instead of averaging."""
+    drift: float = 0.0
+    """Of the last average: squared distances of the snapshots from it, and how many."""
+    drifts: float = 0.0
+    loss: float = 0.0
+    """Of the last round: sum of the losses, and how many; samples."""
+    losses: float = 0.0
+    samples: float = 0.0
+
+
+@dataclass(frozen=True)
+class Header:
+    """What travels beside the hosted workers' parameter rows, and what an averaging needs to know of them."""
+
+    sums: Sums
+    slots: Tensor
+    """(N x counters,): each worker's integer counters in its own place, so that a sum carries their maximum."""
+    extras: Tensor
+    """Numbers averaged with the models' weights, (n, E) as sent and (E,) as landed: BatchNorm, optimizer state."""
+    counts: tuple[bool, ...] = ()
+    """Per hosted worker: does its model count? One with nothing new, or not finite, does not (its row is zero)."""
+    steps: tuple[int, ...] = ()
+    """Per hosted worker: steps that no average has seen."""
+    samples: tuple[int, ...] = ()
+    """Per hosted worker: samples logged in the round."""
+    flat: Tensor | None = None
+    """Room for one collective: (P + E + tail,) with the dtype to sum in, reused by every average."""
+
+    def tail(self) -> Tensor:
+        """Sums and slots as they travel."""
+        return torch.cat([self.slots.new_tensor(self.sums), self.slots])
+
+    def landed(self, extras: Tensor, tail: Tensor) -> Header:
+        """The header of all workers, from what came back."""
+        return replace(self, extras=extras, sums=Sums(*tail[: len(Sums._fields)].tolist()), slots=tail[len(Sums._fields) :])
+
+
+@dataclass(frozen=True)
+class Landing:
+    """An average that has arrived."""
+
+    target: Tensor | None
+    """(P,) the same for all, or (n, P) for each hosted worker; None: nobody had anything new, stay."""
+    header: Header
+    bytes_sent: int
+    """Per worker."""
+
+
+class Averaging(Protocol):
+    """How to combine the workers' models."""
+
+    def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
+        """Start an average of the snapshots ``snap`` (n, P), which are not to be changed; see ``Header.counts``."""
+        ...
+
+    def final(self, comm: Communicator, snap: Tensor, header: Header) -> Landing:
+        """The exact mean of all workers: for ``consensus()``, and to end a run whose targets differ by worker."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers from average to average."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember ``state``."""
+        ...

@@ -1,0 +1,93 @@
+"""The paper's averaging: the mean of all workers' models, in one all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prsgd._check import one_of
+from prsgd.averaging.base import Averaging, Header, Landing
+from prsgd.comm.base import Communicator, Then, Work
+
+
+@dataclass(frozen=True)
+class mean(Averaging):  # noqa: N801 - a word in the user's sentence
+    """The mean of the workers' models, each counting the same (the paper), or by its steps or samples of the round.
+
+    ``weights="samples"`` needs ``local.log(samples=...)`` *before* each ``optimizer.step()``.
+
+    >>> mean()
+    mean(weights='uniform')
+    """
+
+    weights: str = "uniform"
+
+    def __post_init__(self) -> None:
+        one_of("weights", self.weights, ("uniform", "steps", "samples"))
+
+    def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
+        weights = self._weights(header)
+        header = replace(header, sums=header.sums._replace(weight=sum(weights)))
+        num_params, num_extras = snap.shape[1], header.extras.shape[1]
+        flat = header.flat
+        if flat is None:  # called without the loop, which lends its own
+            tail_size = header.tail().numel()
+            flat = torch.empty(num_params + num_extras + tail_size, dtype=snap.dtype, device=snap.device)
+        row, extras, tail = flat.split([num_params, num_extras, flat.numel() - num_params - num_extras])
+        weighted_sum(snap, weights, out=row)
+        weighted_sum(header.extras, weights, out=extras)
+        tail.copy_(header.tail())
+        work = comm.all_reduce(flat)
+
+        def landing(_: Tensor) -> Landing:
+            landed = header.landed(extras, tail)
+            weight = landed.sums.weight
+            if not weight:
+                return Landing(None, landed, work.bytes_sent)
+            if weight != 1:
+                flat[: num_params + num_extras].div_(weight)
+            return Landing(row, landed, work.bytes_sent)
+
+        return Then(work, landing)
+
+    def final(self, comm: Communicator, snap: Tensor, header: Header) -> Landing:
+        return self.launch(comm, snap, header).wait()
+
+    def _weights(self, header: Header) -> list[float]:
+        if self.weights == "uniform":
+            return [float(c) for c in header.counts]
+        numbers = header.steps if self.weights == "steps" else header.samples
+        if self.weights == "samples" and any(c and s and not n for c, s, n in zip(header.counts, header.steps, numbers)):
+            raise ValueError('mean(weights="samples") needs local.log(samples=...) before each optimizer.step()')
+        return [float(n) if c else 0.0 for c, n in zip(header.counts, numbers)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """It remembers nothing."""
+
+
+def weighted_sum(rows: Tensor, weights: Sequence[float], out: Tensor) -> None:
+    """out <- sum_i weights[i] rows[i]; rows of weight 0 are not read. A lone row may lie in ``out`` already."""
+    if all(w == 1.0 for w in weights) and len(weights) > 1:
+        torch.sum(rows, dim=0, dtype=out.dtype, out=out)
+        return
+    first = True
+    for row, weight in zip(rows, weights):
+        if not weight:
+            continue
+        if first:
+            if row.data_ptr() != out.data_ptr():
+                out.copy_(row)
+            if weight != 1.0:
+                out.mul_(weight)
+        else:
+            out.add_(row, alpha=weight)
+        first = False
+    if first:
+        out.zero_()

@@ -1,0 +1,107 @@
+"""Where the workers live: the seam between the algorithm and what carries its numbers.
+
+A communicator moves tensors between processes and knows which workers live in which. Workers are named by id,
+0 ... N-1; a process hosts a contiguous range of them. Every call returns work to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+Route = tuple[int, int]
+"""(from worker, to worker)"""
+
+
+class Work(Protocol[T]):
+    """Something under way."""
+
+    bytes_sent: int
+    """What one worker puts on the wire for it, were every worker its own process."""
+
+    def wait(self, timeout_seconds: float | None = None) -> T:
+        """The result, as soon as it is there. Raises PeerError, or AverageTimeout after ``timeout_seconds``."""
+        ...
+
+    def flight_seconds(self) -> float:
+        """How long it was under way; to be asked after ``wait``."""
+        ...
+
+
+class Done(Generic[T]):
+    """Work that was finished at once."""
+
+    def __init__(self, result: T, *, bytes_sent: int = 0, flight_seconds: float = 0.0) -> None:
+        self._result, self.bytes_sent, self._flight_seconds = result, bytes_sent, flight_seconds
+
+    def wait(self, timeout_seconds: float | None = None) -> T:
+        return self._result
+
+    def flight_seconds(self) -> float:
+        return self._flight_seconds
+
+
+class Then(Generic[S, T]):
+    """Work whose result is made from another's, once that one is there."""
+
+    def __init__(self, work: Work[S], make: Callable[[S], T]) -> None:
+        self._work, self._make, self.bytes_sent = work, make, work.bytes_sent
+
+    def wait(self, timeout_seconds: float | None = None) -> T:
+        return self._make(self._work.wait(timeout_seconds))
+
+    def flight_seconds(self) -> float:
+        return self._work.flight_seconds()
+
+
+class Communicator(Protocol):
+    """N workers spread over processes."""
+
+    num_workers: int
+    workers: range
+    """The ids of the workers hosted in this process."""
+
+    def all_reduce(self, flat: Tensor) -> Work[Tensor]:
+        """Sum ``flat`` over the processes, in place."""
+        ...
+
+    def all_gather(self, payload: Tensor) -> Work[Tensor]:
+        """From each process one row per hosted worker, (n, ...); to each all workers' rows by id, (N, ...)."""
+        ...
+
+    def exchange(self, send: Mapping[Route, Tensor], receive: Mapping[Route, Tensor]) -> Work[None]:
+        """Send each tensor along its route; fill each tensor of ``receive`` with what came along its."""
+        ...
+
+    def broadcast(self, flat: Tensor, worker: int = 0) -> Work[Tensor]:
+        """Overwrite ``flat`` in every process with that of the process that hosts ``worker``."""
+        ...
+
+    def close(self) -> None:
+        """Leave, so that whoever still waits for this process fails at once. Nothing works afterwards."""
+        ...
+
+
+def all_reduce_bytes(num_workers: int, num_bytes: int) -> int:
+    """What each of N workers sends when N of them sum ``num_bytes`` bytes in a ring: 2 (N - 1) / N of them.
+
+    >>> all_reduce_bytes(8, 1000)
+    1750
+    """
+    return round(2 * (num_workers - 1) * num_bytes / num_workers)
+
+
+def hosted_range(num_workers: int, num_processes: int, process: int) -> range:
+    """The workers of one process: contiguous blocks, the first ones a worker larger when N is no multiple.
+
+    >>> [list(hosted_range(5, 2, p)) for p in range(2)]
+    [[0, 1, 2], [3, 4]]
+    """
+    small, extra = divmod(num_workers, num_processes)
+    start = process * small + min(process, extra)
+    return range(start, start + small + (process < extra))

@@ -1,0 +1,43 @@
+"""All workers in this process: a simulation, or a run of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from prsgd._check import whole_number
+from prsgd.comm.base import Communicator, Done, Route, Work, all_reduce_bytes
+
+
+class InProcess(Communicator):
+    """N workers that live here: nothing travels, and the bytes are counted as if it did.
+
+    >>> InProcess(4).workers
+    range(0, 4)
+    """
+
+    def __init__(self, num_workers: int = 1) -> None:
+        self.num_workers = whole_number("num_workers", num_workers, at_least=1)
+        self.workers = range(self.num_workers)
+
+    def __repr__(self) -> str:
+        return f"InProcess({self.num_workers})"
+
+    def all_reduce(self, flat: Tensor) -> Work[Tensor]:
+        return Done(flat, bytes_sent=all_reduce_bytes(self.num_workers, flat.numel() * flat.element_size()))
+
+    def all_gather(self, payload: Tensor) -> Work[Tensor]:
+        row_bytes = payload[0].numel() * payload.element_size()
+        return Done(payload.clone(), bytes_sent=row_bytes * (self.num_workers - 1))
+
+    def exchange(self, send: Mapping[Route, Tensor], receive: Mapping[Route, Tensor]) -> Work[None]:
+        for route, tensor in receive.items():
+            tensor.copy_(send[route])
+        return Done(None, bytes_sent=sum(t.numel() * t.element_size() for t in send.values()) // self.num_workers)
+
+    def broadcast(self, flat: Tensor, worker: int = 0) -> Work[Tensor]:
+        return Done(flat)
+
+    def close(self) -> None:
+        """Nothing to leave."""

@@ -1,0 +1,188 @@
+"""Workers spread over the processes of a torch.distributed group: gloo on CPU, nccl on GPU, launched by torchrun."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from prsgd._check import positive, whole_number
+from prsgd.comm.base import Communicator, Route, Then, Work, all_reduce_bytes, hosted_range
+from prsgd.errors import AverageTimeout, PeerError, UsageError
+
+T = TypeVar("T")
+
+
+class TorchDistributed(Communicator):
+    """The N workers of a process group, one or more in each process.
+
+    All traffic goes through a group of our own over the same ranks, made at the first call: it has its own time
+    limit, and closing it makes the peers fail without touching the user's group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        num_workers: int | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self._ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self._process = dist.get_rank(group)
+        if self._process < 0:
+            raise ValueError(f"group must contain this process, rank {dist.get_rank()} is not in {self._ranks}")
+        processes = len(self._ranks)
+        self.num_workers = processes if num_workers is None else whole_number("num_workers", num_workers, at_least=1)
+        if self.num_workers < processes:
+            raise ValueError(
+                f"num_workers must be at least the number of processes, got {self.num_workers} workers "
+                f"for {processes} processes"
+            )
+        self._blocks = [hosted_range(self.num_workers, processes, p) for p in range(processes)]
+        self.workers = self._blocks[self._process]
+        self._timeout_seconds = positive("timeout_seconds", timeout_seconds)
+        self._parent = group
+        self._group: dist.ProcessGroup | None = None
+        self._closed = False
+        self._newest: dist.Work | None = None
+
+    def __repr__(self) -> str:
+        return f"process {self._process} of {len(self._ranks)}"
+
+    def all_reduce(self, flat: Tensor) -> Work[Tensor]:
+        work = self._start(lambda group: dist.all_reduce(flat, group=group, async_op=True))
+        return _Pending(work, flat, all_reduce_bytes(self.num_workers, _num_bytes(flat)), self._timeout_seconds)
+
+    def all_gather(self, payload: Tensor) -> Work[Tensor]:
+        # The collective needs rows of equal number, and processes may host one worker more or less.
+        largest = max(map(len, self._blocks))
+        padded = payload.new_zeros((largest, *payload.shape[1:]))
+        padded[: len(payload)] = payload
+        parts = [torch.empty_like(padded) for _ in self._blocks]
+        work = self._start(lambda group: dist.all_gather(parts, padded, group=group, async_op=True))
+        bytes_sent = _num_bytes(payload[0]) * (self.num_workers - 1)
+        pending = _Pending(work, parts, bytes_sent, self._timeout_seconds)
+        return Then(pending, lambda parts: torch.cat([p[: len(b)] for p, b in zip(parts, self._blocks)]))
+
+    def exchange(self, send: Mapping[Route, Tensor], receive: Mapping[Route, Tensor]) -> Work[None]:
+        def start(group: dist.ProcessGroup) -> list[dist.Work]:
+            works = []
+            # Both ends walk the routes in one order, so that messages between two processes match without tags.
+            for route in sorted(set(send) | set(receive)):
+                source, target = (self._host(worker) for worker in route)
+                if source == target:
+                    receive[route].copy_(send[route])
+                elif source == self._process:
+                    works.append(dist.isend(send[route], self._ranks[target], group=group))
+                else:
+                    works.append(dist.irecv(receive[route], self._ranks[source], group=group))
+            return [w for w in works if w is not None]
+
+        works = self._start(start)
+        bytes_sent = sum(map(_num_bytes, send.values())) // max(1, len(self.workers))
+        return _PendingAll([_Pending(w, None, 0, self._timeout_seconds) for w in works], bytes_sent)
+
+    def broadcast(self, flat: Tensor, worker: int = 0) -> Work[Tensor]:
+        source = self._ranks[self._host(worker)]
+        work = self._start(lambda group: dist.broadcast(flat, source, group=group, async_op=True))
+        return _Pending(work, flat, _num_bytes(flat), self._timeout_seconds)
+
+    def close(self) -> None:
+        self._closed = True
+        group, self._group = self._group, None
+        newest, self._newest = self._newest, None
+        if group is None or not dist.is_initialized():
+            return
+        if newest is None or newest.is_completed():
+            dist.destroy_process_group(group)
+        else:
+            # Dropping a gloo group joins the thread of a transfer under way, which ends only when the peers come or
+            # their time is up. Whoever closes must not wait for that; the peers' next call fails.
+            holder = [group]
+            del group, newest
+            threading.Thread(target=lambda: dist.destroy_process_group(holder.pop()), daemon=True).start()
+
+    def _host(self, worker: int) -> int:
+        return next(p for p, block in enumerate(self._blocks) if worker in block)
+
+    def _start(self, launch: Callable[[dist.ProcessGroup], T]) -> T:
+        if self._closed:
+            raise UsageError(f"{self}: the communicator was closed")
+        try:
+            if self._group is None:
+                self._group = self._own_group()
+            started = launch(self._group)
+        except (RuntimeError, dist.DistError) as error:
+            raise PeerError(f"{self}: a peer failed or left ({_first_line(error)})") from None
+        self._newest = started if isinstance(started, dist.Work) else None
+        return started
+
+    def _own_group(self) -> dist.ProcessGroup:
+        # A transfer's own limit lies above that of whoever waits for it, so that the waiter's message is the one seen.
+        limit = timedelta(seconds=max(86_400.0, 2 * self._timeout_seconds))
+        if self._parent is None:
+            return dist.new_group(self._ranks, timeout=limit)
+        backend = dist.get_backend(self._parent)
+        return dist.new_group(self._ranks, timeout=limit, backend=backend, use_local_synchronization=True)
+
+
+class _Pending(Generic[T]):
+    """A torch.distributed operation under way."""
+
+    def __init__(self, work: dist.Work, result: T, bytes_sent: int, timeout_seconds: float) -> None:
+        self._work: dist.Work | None = work
+        self._result, self.bytes_sent, self._timeout_seconds = result, bytes_sent, timeout_seconds
+        self._started = time.perf_counter()
+        self._finished: float | None = None
+        if result is not None:  # a send or receive has no future to tell when it was over
+            work.get_future().add_done_callback(self._stamp)
+
+    def _stamp(self, _: object) -> None:
+        self._finished = time.perf_counter()
+
+    def wait(self, timeout_seconds: float | None = None) -> T:
+        limit = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        if self._work is not None:
+            try:
+                self._work.wait(timedelta(seconds=limit))
+            except RuntimeError as error:
+                message = _first_line(error)
+                if "timed out" in message.lower():
+                    raise AverageTimeout(f"a peer did not come within {limit:g} s") from None
+                raise PeerError(f"a peer failed or left ({message})") from None
+            finally:
+                self._work = None  # it holds the connections open, and a traceback would hold it
+        return self._result
+
+    def flight_seconds(self) -> float:
+        return (self._finished or time.perf_counter()) - self._started
+
+
+class _PendingAll:
+    def __init__(self, works: list[_Pending[None]], bytes_sent: int) -> None:
+        self._works, self.bytes_sent = works, bytes_sent
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        for work in self._works:
+            work.wait(timeout_seconds)
+
+    def flight_seconds(self) -> float:
+        return max((w.flight_seconds() for w in self._works), default=0.0)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _first_line(error: BaseException) -> str:
+    """gloo's message without the source path that it starts with."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line.split("] ", 1)[-1] if line.startswith("[/") else line
+
+

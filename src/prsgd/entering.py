@@ -1,0 +1,74 @@
+"""What happens when a run starts: the workers make sure that they fit together, and start from one model.
+
+Everything travels as tensors: object collectives would unpickle what a peer sent, and a mismatch of sizes inside gloo
+ends the process where nobody can catch it. So sizes are compared before anything whose size depends on them is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from prsgd.comm.base import Communicator
+from prsgd.errors import MismatchError
+
+
+def agree(comm: Communicator, entries: Sequence[str], device: torch.device) -> None:
+    """Raise a MismatchError in every process, naming the first entry that differs, unless all have the same list."""
+    text = "\n".join(entries).encode()
+    digest = hashlib.sha256(text).digest()
+    mine = torch.frombuffer(bytearray(digest + len(text).to_bytes(8, "big")), dtype=torch.uint8).to(device)
+    all_of_them = comm.all_gather(mine.repeat(len(comm.workers), 1)).wait().cpu()
+    if (all_of_them == all_of_them[0]).all():
+        return
+    sizes = [int.from_bytes(bytes(row[32:].tolist()), "big") for row in all_of_them]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    texts = comm.all_gather(padded.to(device).repeat(len(comm.workers), 1)).wait().cpu()
+    lists = [bytes(row[:size].tolist()).decode().split("\n") for row, size in zip(texts, sizes)]
+    for worker, theirs in enumerate(lists):
+        if theirs != lists[0]:
+            raise MismatchError(_difference(worker, theirs, lists[0]))
+
+
+def _difference(worker: int, theirs: list[str], first: list[str]) -> str:
+    for there, here in zip(theirs, first):
+        if there != here:
+            return f"the workers' models must be alike: worker {worker} has {there}, worker 0 has {here}"
+    longer, who, other = (theirs, worker, 0) if len(theirs) > len(first) else (first, 0, worker)
+    extra = longer[min(len(theirs), len(first))]
+    return f"the workers' models must be alike: worker {who} has {extra}, worker {other} has nothing in its place"
+
+
+def start_from_worker_0(comm: Communicator, models: Sequence[nn.Module]) -> None:
+    """Give every hosted worker the parameters and buffers of worker 0, to the last bit."""
+    if comm.num_workers == 1:
+        return
+    flat = torch.cat([_bytes(t) for t in _state(models[0])])
+    comm.broadcast(flat).wait()
+    for model in models:
+        place = 0
+        for tensor in _state(model):
+            size = tensor.numel() * tensor.element_size()
+            tensor.copy_(flat[place : place + size].clone().view(tensor.dtype).view(tensor.shape))
+            place += size
+
+
+def describe(model: nn.Module) -> list[str]:
+    """One line for each tensor that ``start_from_worker_0`` sends."""
+    named = [("parameter", n, p) for n, p in model.named_parameters()] + [("buffer", n, b) for n, b in model.named_buffers()]
+    return [
+        f"{kind} {name!r} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}{'' if t.requires_grad or kind == 'buffer' else ' frozen'}"
+        for kind, name, t in named
+    ]
+
+
+def _state(model: nn.Module) -> list[Tensor]:
+    return [t.detach() for t in [*model.parameters(), *model.buffers()]]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,779 @@
+"""Parallel Restarted SGD: the algorithm.
+
+Read beside the paper (Yu, Yang, Zhu, AAAI 2019). Its Algorithms 1-3 are one loop here. Each worker takes local steps
+(Alg. 1 line 8, Alg. 2 line 6, Alg. 3 line 5: the user's own ``optimizer.step()``); a round *closes*, and its average
+is launched; the average *lands*, and the worker restarts from it (Alg. 1 lines 5-6, Alg. 2 and 3 line 4). With
+
+    d = overlap: how many of a worker's steps begin while an average travels,
+
+d = 0 lands right after the closing step's update, and the worker restarts at the mean itself: Algorithms 2 and 3 as
+printed. d >= 1 lands in the d-th step after closing, between its gradient and its update, as
+x_i <- x_i + (mean_j snap_j - snap_i): d = 1 is Algorithm 1 as printed, whose gradient at x_i^{t-1} is taken while the
+average of the x^{t-1} is computed.
+
+The optimizer's hooks are the only way in: ``_before_step`` lands, ``_after_step`` counts, closes and launches.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from prsgd import comm as communicators
+from prsgd._check import one_of, positive, whole_number
+from prsgd.averaging.base import Averaging, Header, Landing, Sums
+from prsgd.averaging.mean import mean
+from prsgd.comm.base import Communicator, Done
+from prsgd.entering import agree, describe, start_from_worker_0
+from prsgd.errors import DivergedError, MismatchError, PeerError, UsageError
+from prsgd.fleet import Fleet
+from prsgd.flight import Flight, Hangar
+from prsgd.records import Record, Tally
+from prsgd.schedules import Now, Round, Schedule
+from prsgd.state import Rows, trainable
+
+_in_use: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that some LocalSGD hooks: two would average twice."""
+
+
+@dataclass
+class _Worker:
+    """Where one hosted worker is in its round."""
+
+    id: int
+    steps: int = 0
+    rounds: int = 0
+    """Rounds opened."""
+    round: Round | None = None
+    """The open one; None: closed, and the next opens when the average lands."""
+    opened_at: int = 0
+    """Steps it had when the round opened, and the clock's seconds."""
+    opened_seconds: float = 0.0
+    closed: bool = False
+    """Its snapshot is taken and the average not launched: another hosted worker has not closed."""
+    waits: bool = False
+    """It may not take another step before that."""
+    lands_at: int | None = None
+    """The own step in which the average of the closed round lands."""
+    snapped_at: int = 0
+    """Steps (and samples) of the newest snapshot; those of the newest snapshot that an average has seen."""
+    snapped_samples: int = 0
+    seen: int = 0
+    seen_samples: int = 0
+    samples: int = 0
+    period: int = 0
+    """Of the closed round: its length, and the overlap used."""
+    overlap: int = 0
+    done: bool = False
+    last: Tally = field(default_factory=Tally)
+    """Logged in the round before the open one, whose numbers travel with the next average; and in the open one."""
+    now: Tally = field(default_factory=Tally)
+
+
+class LocalSGD:
+    """Train locally and average now and then, with the user's loop as it was.
+
+    ``model`` is a module (this process is one worker) or a ``Fleet`` (it hosts several); ``optimizer`` one ordinary
+    torch optimizer over its parameters, or a list, of which each must step once for a step to count.
+
+    - ``schedule``: when to average: ``every``, ``growing``, ``per_worker``, ``once``.
+    - ``averaging``: how: ``mean()`` unless given.
+    - ``overlap``: steps that hide the transfer; 0 averages right after a step, blocking.
+    - ``optimizer_state`` at an average: "keep" each worker's own, "average" it too (overlap <= 1), or "reset" it.
+    - ``comm``: where the workers live; the running torch.distributed group unless given, or this process alone.
+    - ``clock``: worker -> seconds, for rounds that end by the clock.
+    - ``timeout_seconds``: how long to wait for an average; ``done_timeout_seconds``: how long a worker that has run
+      out of data waits for the others' next one.
+    - ``on_record``: called with each complete ``Record``.
+
+    Nothing is communicated before ``start()`` (or ``with``). Leaving the ``with`` block ends the run with one more
+    average, so that all workers have the same model, also if they had different numbers of batches.
+
+    >>> import torch, prsgd
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(8), overlap=1) as local:
+    ...     for _ in range(20):
+    ...         optimizer.zero_grad()
+    ...         model(torch.ones(2, 4)).square().mean().backward()
+    ...         optimizer.step()
+    >>> local.step, local.round
+    (20, 3)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Fleet,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        schedule: Schedule,
+        averaging: Averaging | None = None,
+        overlap: int = 0,
+        optimizer_state: str = "keep",
+        comm: Communicator | None = None,
+        clock: Callable[[int], float] | None = None,
+        timeout_seconds: float = 600.0,
+        done_timeout_seconds: float = 3600.0,
+        on_record: Callable[[Record], None] | None = None,
+    ) -> None:
+        self._timeout_seconds = positive("timeout_seconds", timeout_seconds)
+        self._done_timeout_seconds = positive("done_timeout_seconds", done_timeout_seconds)
+        self._overlap = whole_number("overlap", overlap, at_least=0)
+        one_of("optimizer_state", optimizer_state, ("keep", "average", "reset"))
+        if optimizer_state == "average" and self._overlap > 1:
+            raise ValueError(f'overlap must be 0 or 1 with optimizer_state="average", got {self._overlap}')
+        self._fleet = model if isinstance(model, Fleet) else None
+        self._own_comm = comm is None and self._fleet is None
+        if comm is not None:
+            self._comm = comm
+        elif self._fleet is not None:
+            self._comm = self._fleet.comm
+        else:
+            self._comm = communicators.current(timeout_seconds=timeout_seconds)
+        self._schedule, self._averaging, self._clock = schedule, averaging or mean(), clock or _wall_clock
+        self._on_record = on_record
+        schedule.check(self._comm.num_workers, self._overlap)
+        if isinstance(model, Fleet):
+            self._models: tuple[nn.Module, ...] = model.modules
+            rows = Rows([model.named_parameters(w) for w in model.workers], model.rows)
+        elif isinstance(model, nn.Module):
+            self._models = (model,)
+            rows = Rows([trainable(model)], None)
+        else:
+            raise ValueError(f"model must be an nn.Module or a Fleet, got {model!r}")
+        if len(self._comm.workers) != len(self._models):
+            raise ValueError(
+                f"comm hosts {len(self._comm.workers)} workers in this process, the model is {len(self._models)}; "
+                "a Fleet hosts several"
+            )
+        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._workers = [_Worker(id) for id in self._comm.workers]
+        self._owners = _owners(self._optimizers, rows)
+        self._stepped: list[set[int]] = [set() for _ in self._workers]
+        self._hangar = Hangar(
+            self._models, rows, self._optimizers, optimizer_state, self._overlap, self._comm.num_workers, self._comm.workers
+        )
+        self._flight: Flight | None = None
+        self._newest: Landing | None = None
+        self._record: Record | None = None  # of the newest average, incomplete until the next header
+        self._drift = (0.0, 0)
+        self._logs_first: bool | None = None
+        self._handles: list[Any] = []
+        self._phase = "new"
+        self._loaded = False
+        self.records: list[Record] = []
+        """The complete ones: that of the newest average comes with the next, or with ``finish``."""
+        self.round = 0
+        """Averages that have landed here."""
+
+    # What the user calls
+
+    @property
+    def step(self) -> int:
+        """Steps taken: this process's worker's, or the most of its hosted workers'."""
+        return max(w.steps for w in self._workers)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps taken by each hosted worker."""
+        return tuple(w.steps for w in self._workers)
+
+    def start(self) -> LocalSGD:
+        """Check that the workers fit together, start all from worker 0's model (unless a state was loaded), hook in."""
+        if self._phase != "new":
+            raise UsageError("this LocalSGD was started before: make a new one")
+        taken = [o for o in self._optimizers if o in _in_use]
+        if taken:
+            raise UsageError(f"{type(taken[0]).__name__} is hooked by another LocalSGD: finish that one first")
+        self._check_rows()
+        self._phase = "running"
+        try:
+            self._enter()
+        except BaseException:
+            self._abandon()
+            raise
+        return self
+
+    def finish(self) -> None:
+        """End the run: answer the others' averages until all are done, and leave with the model that all have."""
+        self._require_running("finish")
+        try:
+            self._end()
+        except BaseException:
+            self._abandon()
+            raise
+        self._unhook()
+        if self._own_comm:
+            self._comm.close()
+
+    def __enter__(self) -> LocalSGD:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._phase != "running":  # the user finished, or an average failed and the run was abandoned
+            return
+        if kind is None:
+            self.finish()
+        else:
+            self._abandon()
+
+    def log(self, *, loss: float | Tensor | None = None, samples: int | Sequence[int] = 0) -> None:
+        """Add a step's loss and number of samples to the round's record.
+
+        For a fleet both may have one entry per hosted worker. Call it once a step, always before or always after
+        ``optimizer.step()``.
+        """
+        self._require_running("log")
+        n = len(self._workers)
+        losses: list[Any] = _per_worker("loss", loss.detach() if isinstance(loss, Tensor) else loss, n)
+        counts: list[Any] = _per_worker("samples", samples, n)
+        if self._logs_first is None:
+            self._logs_first = all(w.steps == 0 for w in self._workers)
+        for w, value, count in zip(self._workers, losses, counts):
+            if w.done or (self._fleet is not None and value is not None and value != value):
+                continue  # a fleet's losses are NaN where a worker was not active
+            in_last_round = w.steps + self._logs_first <= w.opened_at
+            (w.last if in_last_round else w.now).add(value, count)
+            w.samples += count
+
+    @contextmanager
+    def consensus(self) -> Iterator[nn.Module]:
+        """The average of all workers' models, to evaluate; afterwards each worker has its own model again.
+
+        A collective: all workers call it in the same round, at the same step in the usual case. What is yielded is
+        the user's own module (of a fleet the first hosted one) with other numbers in it.
+        """
+        self._require_running("consensus")
+        landing = self._consensus()
+        model, rows, extras = self._models[0], self._hangar.rows, self._hangar.extras
+        own = torch.empty(rows.width, dtype=rows.dtype, device=rows.device)
+        rows.pack(0, own)
+        tensors, values = extras.stats(0)
+        modes = [(m, m.training) for m in model.modules()]
+        if landing.target is not None:
+            rows.replace(0, landing.target)
+            extras.write_stats(0, landing.header.extras)
+            extras.write_counters(0, extras.counters_from(landing.header.slots, self._comm.num_workers))
+        try:
+            yield model
+        finally:
+            rows.replace(0, own)
+            for tensor, value in zip(tensors, values):
+                tensor.copy_(value)
+            for module, training in modes:
+                module.training = training
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is: plain numbers and tensors, beside which the model and the optimizer are to be saved.
+
+        Waits for an average in flight and stores it without landing it. Every process saves its own.
+        """
+        if self._phase == "new":
+            raise UsageError("state_dict() needs start() first")
+        flight = self._flight
+        if flight is not None:
+            self._wait(flight)
+        state = {
+            "round": self.round,
+            "workers": [self._worker_state(w) for w in self._workers],
+            "drift": list(self._drift),
+            "logs_first": self._logs_first,
+            "record": None if self._record is None else asdict(self._record),
+            "last_record": asdict(self.records[-1]) if self.records else None,
+            "averaging": self._averaging.state_dict(),
+            "memory": self._hangar.state_dict(flight, [i for i, w in enumerate(self._workers) if w.closed]),
+            "flight": None if flight is None else _flight_state(flight),
+        }
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``, between the constructor and ``start()``; load the model and the optimizer too."""
+        if self._phase != "new":
+            raise UsageError("load_state_dict() comes before start()")
+        ids = [w["id"] for w in state["workers"]]
+        if ids != list(self._comm.workers):
+            raise ValueError(f"state must be of workers {list(self._comm.workers)}, got {ids}")
+        self.round, self._logs_first = state["round"], state["logs_first"]
+        self._drift = (state["drift"][0], state["drift"][1])
+        self._record = None if state["record"] is None else Record(**state["record"])
+        self.records = [] if state["last_record"] is None else [Record(**state["last_record"])]
+        self._averaging.load_state_dict(state["averaging"])
+        self._hangar.load_state_dict(state["memory"])
+        self._workers = [self._worker_from(w) for w in state["workers"]]
+        if state["flight"] is not None:
+            self._flight = _flight_from(state["flight"], self._hangar)
+        self._loaded = True
+
+    # The algorithm
+
+    def _enter(self) -> None:
+        agree(self._comm, [*describe(self._models[0]), *self._hangar.describe()], self._hangar.rows.device)
+        if not self._loaded:
+            start_from_worker_0(self._comm, self._models)  # Alg. 1 line 1: x_i^0 = y-bar
+            self._hangar.settle()
+        _in_use.update(self._optimizers)
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        if self._fleet is not None:
+            self._fleet.on_stop = self._advance
+        self._advance()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Between a step's gradient and its update: land what is due (Alg. 1 lines 5-6)."""
+        if self._overlap and (kwargs.get("closure") is not None or len(args) > 1 and args[1] is not None):
+            raise UsageError(
+                "optimizer.step(closure) takes its gradient after the average would land: use overlap=0, or call "
+                "backward() before optimizer.step()"
+            )
+        if self._fleet is not None and self._fleet.idle:
+            for i in self._owners[optimizer]:
+                if not self._takes_part(i):
+                    for p in self._hangar.rows.workers[i].values():
+                        p.grad = None  # a zero gradient would still move momentum and weight decay
+        if self._flight is None or _skipped(optimizer):
+            return
+        for i in self._owners[optimizer]:
+            w = self._workers[i]
+            if w.lands_at == w.steps + 1 and not w.closed and self._takes_part(i):
+                self._land(i)
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """After a step's update: count it, close and launch (Alg. 2 and 3: the end of the inner loop)."""
+        if _skipped(optimizer):
+            return
+        for i in self._owners[optimizer]:
+            if not self._takes_part(i):
+                continue
+            if len(self._optimizers) > 1:
+                self._stepped[i].add(id(optimizer))
+                if len(self._stepped[i]) < sum(i in places for places in self._owners.values()):
+                    continue
+                self._stepped[i].clear()
+            self._workers[i].steps += 1
+        self._advance()
+
+    def _advance(self) -> None:
+        """At a step boundary: open and close rounds, and launch an average whenever all hosted workers have closed."""
+        if self._fleet is not None:
+            for w in self._workers:
+                w.done = w.id in self._fleet.stopped
+        while True:
+            running = [i for i, w in enumerate(self._workers) if not w.done]
+            for i in running:
+                self._turn(i)
+            if not running or not all(self._workers[i].closed for i in running):
+                break
+            self._launch()
+        if self._fleet is not None:
+            self._fleet.idle = {w.id for w in self._workers if w.waits and not w.done}
+
+    def _turn(self, i: int) -> None:
+        w = self._workers[i]
+        if w.round is None and w.lands_at is None:
+            self._open(w)
+        overlap = self._closing(w)
+        if overlap is not None and not w.closed:
+            if w.lands_at is not None:  # rounds by the clock can be shorter than the overlap
+                self._land(i)
+            self._close(i, overlap)
+        w.waits = w.closed and (overlap is not None or w.lands_at is not None and w.steps + 1 >= w.lands_at)
+
+    def _open(self, w: _Worker) -> None:
+        """Alg. 2 line 4: set the round's length K^s and lr gamma^s. Alg. 3: I_i."""
+        now = Now(
+            worker=w.id,
+            num_workers=self._comm.num_workers,
+            round=w.rounds + 1,
+            step=w.steps,
+            lr=self._lr(),
+            last=self.records[-1] if self.records else None,
+        )
+        w.round = self._schedule.open(now)
+        w.rounds += 1
+        w.opened_at, w.opened_seconds = w.steps, self._clock(w.id)
+        w.last, w.now = w.now, Tally()
+        if w.round.lr is not None:
+            for group in (g for optimizer in self._optimizers for g in optimizer.param_groups):
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(w.round.lr)
+                else:
+                    group["lr"] = w.round.lr
+
+    def _closing(self, w: _Worker) -> int | None:
+        """The overlap with which the open round closes now; None: not yet."""
+        if w.round is None:
+            return None
+        taken = w.steps - w.opened_at
+        if w.round.steps is not None and taken >= w.round.steps - min(self._overlap, w.round.steps):
+            return min(self._overlap, w.round.steps)  # so early that landings fall on the multiples
+        if w.round.seconds is not None and taken and self._clock(w.id) - w.opened_seconds >= w.round.seconds:
+            return self._overlap
+        return None
+
+    def _close(self, i: int, overlap: int) -> None:
+        w = self._workers[i]
+        assert w.round is not None
+        taken = w.steps - w.opened_at
+        by_clock = w.round.steps is None or taken + overlap < w.round.steps
+        w.period, w.overlap = taken if by_clock else w.round.steps or taken, overlap
+        w.closed, w.round, w.lands_at = True, None, w.steps + overlap
+        w.snapped_at, w.snapped_samples = w.steps, w.samples
+        if self._overlap:
+            self._hangar.capture(i)
+            if by_clock:
+                self._open(w)  # time goes on; rounds of known length open when the average has landed
+
+    def _launch(self) -> Flight:
+        """Start the average of all hosted workers' snapshots, and land it on those that do not overlap it."""
+        began = time.perf_counter()
+        self._check_rows()
+        done = [i for i, w in enumerate(self._workers) if w.done]
+        for i in done:
+            w = self._workers[i]
+            w.snapped_at, w.snapped_samples = w.steps, w.samples
+            w.period, w.overlap = w.steps - w.opened_at, 0
+        boarding = self._hangar.board(capture=done, consensus=False)
+        header = self._header(boarding.bad, boarding.extras, boarding.flat, consensus=False)
+        copied = time.perf_counter()
+        flight = self._flight = Flight(
+            work=self._averaging.launch(self._comm, boarding.snap, header),
+            snap=boarding.snap,
+            counts=header.counts,
+            bad=boarding.bad,
+            period=max(w.period for w in self._workers),
+            overlap=max(w.overlap for w in self._workers),
+            to_land=set(range(len(self._workers))),
+            copy_seconds=copied - began,
+        )
+        for w in self._workers:
+            w.seen, w.seen_samples, w.closed = w.snapped_at, w.snapped_samples, False
+        blocking = [i for i, w in enumerate(self._workers) if w.lands_at == w.steps]
+        for i in blocking if len(done) < len(self._workers) else done:
+            if i in flight.to_land:
+                self._land(i)
+        return flight
+
+    def _land(self, i: int) -> None:
+        """Alg. 1 line 6, Alg. 2 and 3 line 4: worker i restarts from the average."""
+        flight = self._flight
+        assert flight is not None
+        landing = self._arrive(flight)
+        if i in flight.to_land:
+            self._touch_down(i, flight)
+        if not flight.to_land:
+            self._complete(flight, landing)
+
+    def _arrive(self, flight: Flight) -> Landing:
+        """Wait for an average, once; read its header; let the workers that are done adopt it."""
+        landing = self._wait(flight)
+        if flight.announced:
+            return landing
+        flight.announced = True
+        sums = landing.header.sums
+        everyone = all(w.done for w in self._workers)
+        if sums.consensus and (not everyone or sums.consensus + sums.done < self._comm.num_workers):
+            raise MismatchError(self._split_message(sums))
+        if not sums.consensus:
+            if sums.bad and not sums.workers:
+                raise DivergedError(
+                    f"round {self.round + 1}: no worker has a finite model left to restart from ({sums.bad:g} are not "
+                    "finite); lower the lr, or clip gradients"
+                )
+            self._fill_record(sums)
+        for i in [i for i in flight.to_land if self._workers[i].done]:
+            if sums.consensus:  # another worker's consensus(), which this one only answered
+                flight.to_land.discard(i)
+            else:
+                self._touch_down(i, flight)
+        return landing
+
+    def _touch_down(self, i: int, flight: Flight) -> None:
+        began = time.perf_counter()
+        w = self._workers[i]
+        landing = flight.landing
+        assert landing is not None
+        everyone_done = landing.header.sums.done == self._comm.num_workers
+        self._hangar.land(i, flight, moved=w.steps != w.snapped_at, with_stats=not self._overlap or everyone_done)
+        flight.to_land.discard(i)
+        flight.step = max(flight.step, w.steps + (w.lands_at == w.steps + 1))
+        w.lands_at = None
+        if w.done:
+            w.opened_at, w.last, w.now = w.steps, w.now, Tally()
+        flight.copy_seconds += time.perf_counter() - began
+
+    def _complete(self, flight: Flight, landing: Landing) -> None:
+        """It has landed on all hosted workers."""
+        sums = landing.header.sums
+        if not self._overlap or sums.done == self._comm.num_workers:
+            self._hangar.adopt(landing)
+        self._flight, self._newest = None, landing
+        if not sums.workers:  # nobody had anything new: no average
+            return
+        self.round += 1
+        self._drift = (flight.drift, flight.drifts)
+        self._record = Record(
+            round=self.round,
+            step=flight.step,
+            period=flight.period,
+            overlap=flight.overlap,
+            workers=round(sums.workers),
+            bad_workers=round(sums.bad),
+            bytes_sent=landing.bytes_sent,
+            wait_seconds=flight.wait_seconds,
+            copy_seconds=flight.copy_seconds,
+            flight_seconds=flight.flight_seconds,
+            lr=self._lr(),
+            drift=None,
+            loss=None,
+            samples=0,
+        )
+
+    def _end(self) -> None:
+        """Land what is in flight; then average, marked done, until all workers are."""
+        if self._flight is not None:
+            for i in sorted(self._flight.to_land):
+                self._land(i)
+        for w in self._workers:
+            w.done, w.closed, w.round, w.lands_at = True, False, None, None
+        while True:
+            flight = self._launch()
+            landing = self._arrive(flight)
+            if landing.header.sums.consensus:
+                self._flight = None
+                continue
+            if self._flight is not None:
+                self._complete(flight, landing)
+            if landing.header.sums.done == self._comm.num_workers:
+                break
+        if landing.target is not None and landing.target.dim() == 2:
+            # Targets differed by worker, so the run ends with one exact mean.
+            boarding = self._hangar.board(capture=range(len(self._workers)), consensus=True)
+            header = self._header(boarding.bad, boarding.extras, boarding.flat, consensus=False)
+            header = replace(header, counts=tuple(not bad for bad in boarding.bad))
+            exact = self._averaging.final(self._comm, boarding.snap, header)
+            for i in range(len(self._workers)) if exact.target is not None else ():
+                self._hangar.rows.replace(i, exact.target)
+        if self._record is not None:
+            numbers = self._hangar.rows
+            sums = torch.tensor(self._numbers(), dtype=numbers.dtype, device=numbers.device)
+            try:
+                total = self._comm.all_reduce(sums).wait(self._timeout_seconds)
+            except PeerError as error:
+                raise self._named(error) from None
+            self._fill_record(Sums(*total.tolist()))
+
+    # Smaller parts
+
+    def _consensus(self) -> Landing:
+        self._check_rows()
+        boarding = self._hangar.board(capture=(), consensus=True)
+        header = self._header(boarding.bad, boarding.extras, boarding.flat, consensus=True)
+        try:
+            landing = self._averaging.final(self._comm, boarding.snap, header)
+        except PeerError as error:
+            raise self._named(error) from None
+        sums = landing.header.sums
+        if sums.consensus + sums.done < self._comm.num_workers:
+            raise MismatchError(self._split_message(sums))
+        return landing
+
+    def _header(self, bad: tuple[bool, ...], extras: Tensor, flat: Tensor, *, consensus: bool) -> Header:
+        ws = self._workers
+        at = [(w.steps, w.samples) if consensus else (w.snapped_at, w.snapped_samples) for w in ws]
+        steps = tuple(s - w.seen for (s, _), w in zip(at, ws))
+        counts = tuple(not b and (not w.done or s > 0) for b, w, s in zip(bad, ws, steps))
+        done = sum(w.done for w in ws)
+        sums = self._numbers()._replace(
+            workers=sum(counts), done=done, bad=sum(bad), consensus=consensus * (len(ws) - done)
+        )
+        samples = tuple(s - w.seen_samples for (_, s), w in zip(at, ws))
+        return Header(sums, self._hangar.slots(), extras, counts, steps, samples, flat)
+
+    def _numbers(self) -> Sums:
+        """The last average's drift and the last round's losses and samples, of the hosted workers."""
+        losses = [w.last.finite_loss() for w in self._workers]
+        return Sums(
+            drift=self._drift[0],
+            drifts=self._drift[1],
+            loss=sum(value for value, _ in losses),
+            losses=sum(count for _, count in losses),
+            samples=sum(w.last.samples for w in self._workers),
+        )
+
+    def _fill_record(self, sums: Sums) -> None:
+        """The numbers of the last average came with this one's header: its record is complete."""
+        if self._record is None:
+            return
+        record = replace(
+            self._record,
+            drift=sums.drift / sums.drifts if sums.drifts else None,
+            loss=sums.loss / sums.losses if sums.losses else None,
+            samples=round(sums.samples),
+        )
+        self._record = None
+        self.records.append(record)
+        if self._on_record is not None:
+            self._on_record(record)
+
+    def _wait(self, flight: Flight) -> Landing:
+        if flight.landing is None:
+            began = time.perf_counter()
+            limit = self._done_timeout_seconds if all(w.done for w in self._workers) else self._timeout_seconds
+            try:
+                flight.landing = flight.work.wait(limit)
+            except PeerError as error:
+                raise self._named(error) from None
+            flight.wait_seconds += time.perf_counter() - began
+            flight.flight_seconds = flight.work.flight_seconds()
+        return flight.landing
+
+    def _named(self, error: PeerError) -> PeerError:
+        return type(error)(f"round {self.round + 1}, {self._who()}: {error}")
+
+    def _who(self) -> str:
+        ids = self._comm.workers
+        return f"worker {ids.start}" if len(ids) == 1 else f"workers {ids.start}-{ids.stop - 1}"
+
+    def _split_message(self, sums: Sums) -> str:
+        averaged = self._comm.num_workers - sums.consensus - sums.done
+        return (
+            f"round {self.round + 1}: {sums.consensus:g} workers called consensus() while {averaged:g} averaged: "
+            "call it at the same step on all workers"
+        )
+
+    def _takes_part(self, i: int) -> bool:
+        """Is the hosted worker i part of this optimizer.step()? In a fleet: does it run, and has it a gradient?"""
+        w = self._workers[i]
+        if w.done or w.waits:
+            return False
+        return self._fleet is None or any(p.grad is not None for p in self._hangar.rows.workers[i].values())
+
+    def _lr(self) -> float:
+        return float(self._optimizers[0].param_groups[0]["lr"])
+
+    def _check_rows(self) -> None:
+        if self._fleet is not None:
+            self._fleet.check_rows()
+        self._hangar.rows.refresh()
+
+    def _require_running(self, call: str) -> None:
+        if self._phase != "running":
+            raise UsageError(f"{call}() needs start() first" if self._phase == "new" else f"{call}() after the run ended")
+
+    def _unhook(self) -> None:
+        self._phase = "over"
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for optimizer in self._optimizers:
+            _in_use.discard(optimizer)
+        if self._fleet is not None:
+            self._fleet.on_stop, self._fleet.idle = None, set()
+
+    def _abandon(self) -> None:
+        """After an error: hooks off, no collective, the connections closed so that the peers fail at once."""
+        self._unhook()
+        self._flight = None
+        self._comm.close()
+
+    def _worker_state(self, w: _Worker) -> dict[str, Any]:
+        state = {k: v for k, v in vars(w).items() if k not in ("round", "last", "now", "opened_seconds")}
+        state["round"] = None if w.round is None else asdict(w.round)
+        state["elapsed_seconds"] = self._clock(w.id) - w.opened_seconds
+        for name, tally in (("last", w.last), ("now", w.now)):
+            state[name] = {"loss": float(tally.loss), "losses": tally.losses, "samples": tally.samples}
+        return state
+
+    def _worker_from(self, state: Mapping[str, Any]) -> _Worker:
+        fields = {k: v for k, v in state.items() if k not in ("round", "last", "now", "elapsed_seconds")}
+        return _Worker(
+            **fields,
+            round=None if state["round"] is None else Round(**state["round"]),
+            opened_seconds=self._clock(state["id"]) - state["elapsed_seconds"],
+            last=Tally(**state["last"]),
+            now=Tally(**state["now"]),
+        )
+
+
+def _wall_clock(worker: int) -> float:
+    return time.monotonic()
+
+
+def _skipped(optimizer: Optimizer) -> bool:
+    """Does GradScaler skip this step? It calls step() of a fused optimizer all the same and leaves ``found_inf`` on it."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
+def _per_worker(name: str, value: Any, n: int) -> list[Any]:
+    """One value for each hosted worker: a single one is everybody's."""
+    if value is None or isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
+        return [value] * n
+    values = value.tolist() if isinstance(value, Tensor) else list(value)
+    if len(values) != n:
+        raise ValueError(f"{name} must be one number or one per hosted worker: {n}, got {len(values)}")
+    return values
+
+
+def _owners(optimizers: Sequence[Optimizer], rows: Rows) -> dict[Optimizer, list[int]]:
+    """Which hosted workers' parameters each optimizer has, or a ValueError."""
+    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizers!r}")
+    for optimizer in optimizers:
+        if optimizer in _in_use:
+            raise UsageError(f"{type(optimizer).__name__} is hooked by another LocalSGD: finish that one first")
+    home = {id(p): i for i, named in enumerate(rows.workers) for p in named.values()}
+    owned = {o: [p for group in o.param_groups for p in group["params"] if p.requires_grad] for o in optimizers}
+    everything = {id(p) for ps in owned.values() for p in ps}
+    for named in rows.workers:
+        for name, p in named.items():
+            if id(p) not in everything:
+                raise ValueError(
+                    f"optimizer must own the model's parameters, {name!r} is in none: make the optimizer from "
+                    "model.parameters() (fleet.parameters()), or freeze the parameter with requires_grad_(False)"
+                )
+    for optimizer, params in owned.items():
+        if any(id(p) not in home for p in params):
+            shape = next(list(p.shape) for p in params if id(p) not in home)
+            raise ValueError(
+                f"optimizer must own only the model's parameters, one of shape {shape} is not in the model and would "
+                "never be averaged: put both into one module, or give that parameter an optimizer of its own"
+            )
+    return {o: sorted({home[id(p)] for p in params}) for o, params in owned.items()}
+
+
+def _flight_state(flight: Flight) -> dict[str, Any]:
+    landing = flight.landing
+    assert landing is not None
+    plain = ("counts", "bad", "period", "overlap", "announced", "step", "wait_seconds", "copy_seconds", "flight_seconds", "drift", "drifts")
+    return {
+        **{name: getattr(flight, name) for name in plain},
+        "to_land": sorted(flight.to_land),
+        "target": None if landing.target is None else landing.target.clone(),
+        "extras": landing.header.extras.clone(),
+        "slots": landing.header.slots.clone(),
+        "sums": list(landing.header.sums),
+        "bytes_sent": landing.bytes_sent,
+    }
+
+
+def _flight_from(state: Mapping[str, Any], hangar: Hangar) -> Flight:
+    fields = dict(state)
+    header = Header(Sums(*fields.pop("sums")), fields.pop("slots").clone(), fields.pop("extras").clone())
+    target = fields.pop("target")
+    landing = Landing(None if target is None else target.clone(), header, fields.pop("bytes_sent"))
+    fields["to_land"] = set(fields["to_land"])
+    fields["counts"], fields["bad"] = tuple(fields["counts"]), tuple(fields["bad"])
+    return Flight(work=Done(landing), snap=hangar.snapshots(), landing=landing, **fields)
+
+

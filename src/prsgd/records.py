@@ -1,0 +1,66 @@
+"""What is known of an average once it is over: one record per round."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Record:
+    """One average. ``json.dumps(dataclasses.asdict(record))`` works as it is.
+
+    The drift, loss, samples and workers are those of all processes and the same everywhere; the rest is this process's.
+    Since the former travel with the next average, a record appears one average after its own.
+    """
+
+    round: int
+    """Counted from 1."""
+    step: int
+    """The step at which it landed: the hosted worker's, or the largest of several."""
+    period: int
+    """Steps the round had here, the largest of the hosted workers'."""
+    overlap: int
+    """Steps that began while it travelled."""
+    workers: int
+    """How many workers' models were averaged."""
+    bad_workers: int
+    """How many were left out because their models were not finite."""
+    bytes_sent: int
+    """Per worker."""
+    wait_seconds: float
+    """Blocked, waiting for the others and the transfer."""
+    copy_seconds: float
+    """Copying, checking and writing models."""
+    flight_seconds: float
+    """From launch to arrival."""
+    lr: float
+    """Of the first parameter group, when it landed."""
+    drift: float | None
+    """Mean over the workers of the squared distance of their snapshot from the average; None if unknown."""
+    loss: float | None
+    """Mean of the losses given to ``log`` in this round; None if there were none."""
+    samples: int
+    """Sum of the samples given to ``log`` in this round."""
+
+
+@dataclass
+class Tally:
+    """What one worker logged in one round. The loss stays a tensor until an average asks, so that logging never waits."""
+
+    loss: float | Tensor = 0.0
+    losses: int = 0
+    samples: int = 0
+
+    def add(self, loss: float | Tensor | None, samples: int) -> None:
+        if loss is not None:
+            self.loss = self.loss + loss
+            self.losses += 1
+        self.samples += samples
+
+    def finite_loss(self) -> tuple[float, int]:
+        """(sum, count), or nothing if a loss was NaN or infinite: one such number would spoil all workers' mean."""
+        loss = float(self.loss)
+        return (loss, self.losses) if math.isfinite(loss) else (0.0, 0)
