@@ -11,9 +11,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from prsgd.comm.base import Communicator
 from prsgd.errors import MismatchError
+from prsgd.state import Rows
 
 
 def agree(comm: Communicator, entries: Sequence[str], device: torch.device) -> None:
@@ -59,11 +61,37 @@ def start_from_worker_0(comm: Communicator, models: Sequence[nn.Module]) -> None
 
 def describe(model: nn.Module) -> list[str]:
     """One line for each tensor that ``start_from_worker_0`` sends."""
-    named = [("parameter", n, p) for n, p in model.named_parameters()] + [("buffer", n, b) for n, b in model.named_buffers()]
+    named = [("parameter", n, p) for n, p in model.named_parameters()] + [
+        ("buffer", n, b) for n, b in model.named_buffers()
+    ]
     return [
         f"{kind} {name!r} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}{'' if t.requires_grad or kind == 'buffer' else ' frozen'}"
         for kind, name, t in named
     ]
+
+
+def owners(optimizers: Sequence[Optimizer], rows: Rows) -> dict[Optimizer, list[int]]:
+    """Which hosted workers' parameters each optimizer has, or a ValueError."""
+    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizers!r}")
+    home = {id(p): i for i, named in enumerate(rows.workers) for p in named.values()}
+    owned = {o: [p for group in o.param_groups for p in group["params"] if p.requires_grad] for o in optimizers}
+    everything = {id(p) for ps in owned.values() for p in ps}
+    for named in rows.workers:
+        for name, p in named.items():
+            if id(p) not in everything:
+                raise ValueError(
+                    f"optimizer must own the model's parameters, {name!r} is in none: make the optimizer from "
+                    "model.parameters() (fleet.parameters()), or freeze the parameter with requires_grad_(False)"
+                )
+    for optimizer, params in owned.items():
+        if any(id(p) not in home for p in params):
+            shape = next(list(p.shape) for p in params if id(p) not in home)
+            raise ValueError(
+                f"optimizer must own only the model's parameters, one of shape {shape} is not in the model and would "
+                "never be averaged: put both into one module, or give that parameter an optimizer of its own"
+            )
+    return {o: sorted({home[id(p)] for p in params}) for o, params in owned.items()}
 
 
 def _state(model: nn.Module) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from prsgd.averaging.base import Header, Landing, Sums
-from prsgd.comm.base import Work
+from prsgd.comm.base import Done, Work
 from prsgd.state import Extras, Rows, finite_rows, state_keys, subtract_from
 
 
@@ -29,7 +29,6 @@ class Flight:
     """(n, P), as launched; with overlap it becomes target - snap, worker by worker, as they land."""
     counts: tuple[bool, ...]
     bad: tuple[bool, ...]
-    period: int
     overlap: int
     to_land: set[int]
     """Hosted workers, by place, on which it has not landed."""
@@ -38,11 +37,36 @@ class Flight:
     announced: bool = False
     """Its header was read."""
     step: int = 0
+    period: int = 0
     wait_seconds: float = 0.0
     copy_seconds: float = 0.0
     flight_seconds: float = 0.0
     drift: float = 0.0
     drifts: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the snapshots, which the Hangar saves; somebody has waited for it."""
+        assert self.landing is not None
+        header, target = self.landing.header, self.landing.target
+        return {
+            **{k: v for k, v in vars(self).items() if k not in ("work", "snap", "landing", "to_land")},
+            "to_land": sorted(self.to_land),
+            "target": None if target is None else target.clone(),
+            "extras": header.extras.clone(),
+            "slots": header.slots.clone(),
+            "sums": list(header.sums),
+            "bytes_sent": self.landing.bytes_sent,
+        }
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any], snap: Tensor) -> Flight:
+        fields = dict(state)
+        header = Header(Sums(*fields.pop("sums")), fields.pop("slots").clone(), fields.pop("extras").clone())
+        target = fields.pop("target")
+        landing = Landing(None if target is None else target.clone(), header, fields.pop("bytes_sent"))
+        fields["to_land"] = set(fields["to_land"])
+        fields["counts"], fields["bad"] = tuple(fields["counts"]), tuple(fields["bad"])
+        return Flight(work=Done(landing), snap=snap, landing=landing, **fields)
 
 
 @dataclass

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
@@ -32,51 +32,18 @@ from prsgd import comm as communicators
 from prsgd._check import one_of, positive, whole_number
 from prsgd.averaging.base import Averaging, Header, Landing, Sums
 from prsgd.averaging.mean import mean
-from prsgd.comm.base import Communicator, Done
-from prsgd.entering import agree, describe, start_from_worker_0
+from prsgd.comm.base import Communicator
+from prsgd.entering import agree, describe, owners, start_from_worker_0
 from prsgd.errors import DivergedError, MismatchError, PeerError, UsageError
 from prsgd.fleet import Fleet
 from prsgd.flight import Flight, Hangar
-from prsgd.records import Record, Tally
-from prsgd.schedules import Now, Round, Schedule
+from prsgd.records import Record
+from prsgd.schedules import Now, Schedule
 from prsgd.state import Rows, trainable
+from prsgd.worker import Worker
 
 _in_use: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that some LocalSGD hooks: two would average twice."""
-
-
-@dataclass
-class _Worker:
-    """Where one hosted worker is in its round."""
-
-    id: int
-    steps: int = 0
-    rounds: int = 0
-    """Rounds opened."""
-    round: Round | None = None
-    """The open one; None: closed, and the next opens when the average lands."""
-    opened_at: int = 0
-    """Steps it had when the round opened, and the clock's seconds."""
-    opened_seconds: float = 0.0
-    closed: bool = False
-    """Its snapshot is taken and the average not launched: another hosted worker has not closed."""
-    waits: bool = False
-    """It may not take another step before that."""
-    lands_at: int | None = None
-    """The own step in which the average of the closed round lands."""
-    snapped_at: int = 0
-    """Steps (and samples) of the newest snapshot; those of the newest snapshot that an average has seen."""
-    snapped_samples: int = 0
-    seen: int = 0
-    seen_samples: int = 0
-    samples: int = 0
-    period: int = 0
-    """Of the closed round: its length, and the overlap used."""
-    overlap: int = 0
-    done: bool = False
-    last: Tally = field(default_factory=Tally)
-    """Logged in the round before the open one, whose numbers travel with the next average; and in the open one."""
-    now: Tally = field(default_factory=Tally)
 
 
 class LocalSGD:
@@ -156,11 +123,18 @@ class LocalSGD:
                 "a Fleet hosts several"
             )
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self._workers = [_Worker(id) for id in self._comm.workers]
-        self._owners = _owners(self._optimizers, rows)
+        self._workers = [Worker(id) for id in self._comm.workers]
+        self._require_free()
+        self._owners = owners(self._optimizers, rows)
         self._stepped: list[set[int]] = [set() for _ in self._workers]
         self._hangar = Hangar(
-            self._models, rows, self._optimizers, optimizer_state, self._overlap, self._comm.num_workers, self._comm.workers
+            self._models,
+            rows,
+            self._optimizers,
+            optimizer_state,
+            self._overlap,
+            self._comm.num_workers,
+            self._comm.workers,
         )
         self._flight: Flight | None = None
         self._newest: Landing | None = None
@@ -191,9 +165,7 @@ class LocalSGD:
         """Check that the workers fit together, start all from worker 0's model (unless a state was loaded), hook in."""
         if self._phase != "new":
             raise UsageError("this LocalSGD was started before: make a new one")
-        taken = [o for o in self._optimizers if o in _in_use]
-        if taken:
-            raise UsageError(f"{type(taken[0]).__name__} is hooked by another LocalSGD: finish that one first")
+        self._require_free()
         self._check_rows()
         self._phase = "running"
         try:
@@ -218,7 +190,9 @@ class LocalSGD:
     def __enter__(self) -> LocalSGD:
         return self.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._phase != "running":  # the user finished, or an average failed and the run was abandoned
             return
         if kind is None:
@@ -284,14 +258,14 @@ class LocalSGD:
             self._wait(flight)
         state = {
             "round": self.round,
-            "workers": [self._worker_state(w) for w in self._workers],
+            "workers": [w.state_dict(self._clock) for w in self._workers],
             "drift": list(self._drift),
             "logs_first": self._logs_first,
             "record": None if self._record is None else asdict(self._record),
             "last_record": asdict(self.records[-1]) if self.records else None,
             "averaging": self._averaging.state_dict(),
             "memory": self._hangar.state_dict(flight, [i for i, w in enumerate(self._workers) if w.closed]),
-            "flight": None if flight is None else _flight_state(flight),
+            "flight": None if flight is None else flight.state_dict(),
         }
         return state
 
@@ -308,9 +282,9 @@ class LocalSGD:
         self.records = [] if state["last_record"] is None else [Record(**state["last_record"])]
         self._averaging.load_state_dict(state["averaging"])
         self._hangar.load_state_dict(state["memory"])
-        self._workers = [self._worker_from(w) for w in state["workers"]]
+        self._workers = [Worker.from_state(w, self._clock) for w in state["workers"]]
         if state["flight"] is not None:
-            self._flight = _flight_from(state["flight"], self._hangar)
+            self._flight = Flight.from_state(state["flight"], self._hangar.snapshots())
         self._loaded = True
 
     # The algorithm
@@ -330,7 +304,7 @@ class LocalSGD:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Between a step's gradient and its update: land what is due (Alg. 1 lines 5-6)."""
-        if self._overlap and (kwargs.get("closure") is not None or len(args) > 1 and args[1] is not None):
+        if self._overlap and (kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)):
             raise UsageError(
                 "optimizer.step(closure) takes its gradient after the average would land: use overlap=0, or call "
                 "backward() before optimizer.step()"
@@ -345,7 +319,7 @@ class LocalSGD:
         for i in self._owners[optimizer]:
             w = self._workers[i]
             if w.lands_at == w.steps + 1 and not w.closed and self._takes_part(i):
-                self._land(i)
+                self._land(i, in_step=True)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """After a step's update: count it, close and launch (Alg. 2 and 3: the end of the inner loop)."""
@@ -386,9 +360,9 @@ class LocalSGD:
             if w.lands_at is not None:  # rounds by the clock can be shorter than the overlap
                 self._land(i)
             self._close(i, overlap)
-        w.waits = w.closed and (overlap is not None or w.lands_at is not None and w.steps + 1 >= w.lands_at)
+        w.waits = w.closed and (overlap is not None or (w.lands_at is not None and w.steps + 1 >= w.lands_at))
 
-    def _open(self, w: _Worker) -> None:
+    def _open(self, w: Worker) -> None:
         """Alg. 2 line 4: set the round's length K^s and lr gamma^s. Alg. 3: I_i."""
         now = Now(
             worker=w.id,
@@ -400,8 +374,8 @@ class LocalSGD:
         )
         w.round = self._schedule.open(now)
         w.rounds += 1
-        w.opened_at, w.opened_seconds = w.steps, self._clock(w.id)
-        w.last, w.now = w.now, Tally()
+        w.opened_seconds = self._clock(w.id)
+        w.end_round()
         if w.round.lr is not None:
             for group in (g for optimizer in self._optimizers for g in optimizer.param_groups):
                 if isinstance(group["lr"], Tensor):
@@ -409,7 +383,7 @@ class LocalSGD:
                 else:
                     group["lr"] = w.round.lr
 
-    def _closing(self, w: _Worker) -> int | None:
+    def _closing(self, w: Worker) -> int | None:
         """The overlap with which the open round closes now; None: not yet."""
         if w.round is None:
             return None
@@ -425,7 +399,7 @@ class LocalSGD:
         assert w.round is not None
         taken = w.steps - w.opened_at
         by_clock = w.round.steps is None or taken + overlap < w.round.steps
-        w.period, w.overlap = taken if by_clock else w.round.steps or taken, overlap
+        w.period, w.overlap = taken if by_clock else None, overlap
         w.closed, w.round, w.lands_at = True, None, w.steps + overlap
         w.snapped_at, w.snapped_samples = w.steps, w.samples
         if self._overlap:
@@ -441,7 +415,7 @@ class LocalSGD:
         for i in done:
             w = self._workers[i]
             w.snapped_at, w.snapped_samples = w.steps, w.samples
-            w.period, w.overlap = w.steps - w.opened_at, 0
+            w.period, w.overlap = None, 0
         boarding = self._hangar.board(capture=done, consensus=False)
         header = self._header(boarding.bad, boarding.extras, boarding.flat, consensus=False)
         copied = time.perf_counter()
@@ -450,7 +424,6 @@ class LocalSGD:
             snap=boarding.snap,
             counts=header.counts,
             bad=boarding.bad,
-            period=max(w.period for w in self._workers),
             overlap=max(w.overlap for w in self._workers),
             to_land=set(range(len(self._workers))),
             copy_seconds=copied - began,
@@ -463,13 +436,13 @@ class LocalSGD:
                 self._land(i)
         return flight
 
-    def _land(self, i: int) -> None:
+    def _land(self, i: int, *, in_step: bool = False) -> None:
         """Alg. 1 line 6, Alg. 2 and 3 line 4: worker i restarts from the average."""
         flight = self._flight
         assert flight is not None
         landing = self._arrive(flight)
         if i in flight.to_land:
-            self._touch_down(i, flight)
+            self._touch_down(i, flight, in_step=in_step)
         if not flight.to_land:
             self._complete(flight, landing)
 
@@ -497,7 +470,7 @@ class LocalSGD:
                 self._touch_down(i, flight)
         return landing
 
-    def _touch_down(self, i: int, flight: Flight) -> None:
+    def _touch_down(self, i: int, flight: Flight, *, in_step: bool = False) -> None:
         began = time.perf_counter()
         w = self._workers[i]
         landing = flight.landing
@@ -505,10 +478,12 @@ class LocalSGD:
         everyone_done = landing.header.sums.done == self._comm.num_workers
         self._hangar.land(i, flight, moved=w.steps != w.snapped_at, with_stats=not self._overlap or everyone_done)
         flight.to_land.discard(i)
-        flight.step = max(flight.step, w.steps + (w.lands_at == w.steps + 1))
+        step = w.steps + in_step
+        flight.step = max(flight.step, step)
+        flight.period = max(flight.period, step - w.opened_at if w.period is None else w.period)
         w.lands_at = None
         if w.done:
-            w.opened_at, w.last, w.now = w.steps, w.now, Tally()
+            w.end_round()
         flight.copy_seconds += time.perf_counter() - began
 
     def _complete(self, flight: Flight, landing: Landing) -> None:
@@ -543,6 +518,8 @@ class LocalSGD:
         if self._flight is not None:
             for i in sorted(self._flight.to_land):
                 self._land(i)
+                if self._workers[i].round is None:
+                    self._workers[i].end_round()
         for w in self._workers:
             w.done, w.closed, w.round, w.lands_at = True, False, None, None
         while True:
@@ -561,8 +538,9 @@ class LocalSGD:
             header = self._header(boarding.bad, boarding.extras, boarding.flat, consensus=False)
             header = replace(header, counts=tuple(not bad for bad in boarding.bad))
             exact = self._averaging.final(self._comm, boarding.snap, header)
-            for i in range(len(self._workers)) if exact.target is not None else ():
-                self._hangar.rows.replace(i, exact.target)
+            if exact.target is not None:
+                for i in range(len(self._workers)):
+                    self._hangar.rows.replace(i, exact.target)
         if self._record is not None:
             numbers = self._hangar.rows
             sums = torch.tensor(self._numbers(), dtype=numbers.dtype, device=numbers.device)
@@ -668,7 +646,14 @@ class LocalSGD:
 
     def _require_running(self, call: str) -> None:
         if self._phase != "running":
-            raise UsageError(f"{call}() needs start() first" if self._phase == "new" else f"{call}() after the run ended")
+            raise UsageError(
+                f"{call}() needs start() first" if self._phase == "new" else f"{call}() after the run ended"
+            )
+
+    def _require_free(self) -> None:
+        for optimizer in self._optimizers:
+            if optimizer in _in_use:
+                raise UsageError(f"{type(optimizer).__name__} is hooked by another LocalSGD: finish that one first")
 
     def _unhook(self) -> None:
         self._phase = "over"
@@ -685,24 +670,6 @@ class LocalSGD:
         self._unhook()
         self._flight = None
         self._comm.close()
-
-    def _worker_state(self, w: _Worker) -> dict[str, Any]:
-        state = {k: v for k, v in vars(w).items() if k not in ("round", "last", "now", "opened_seconds")}
-        state["round"] = None if w.round is None else asdict(w.round)
-        state["elapsed_seconds"] = self._clock(w.id) - w.opened_seconds
-        for name, tally in (("last", w.last), ("now", w.now)):
-            state[name] = {"loss": float(tally.loss), "losses": tally.losses, "samples": tally.samples}
-        return state
-
-    def _worker_from(self, state: Mapping[str, Any]) -> _Worker:
-        fields = {k: v for k, v in state.items() if k not in ("round", "last", "now", "elapsed_seconds")}
-        return _Worker(
-            **fields,
-            round=None if state["round"] is None else Round(**state["round"]),
-            opened_seconds=self._clock(state["id"]) - state["elapsed_seconds"],
-            last=Tally(**state["last"]),
-            now=Tally(**state["now"]),
-        )
 
 
 def _wall_clock(worker: int) -> float:
@@ -723,57 +690,3 @@ def _per_worker(name: str, value: Any, n: int) -> list[Any]:
     if len(values) != n:
         raise ValueError(f"{name} must be one number or one per hosted worker: {n}, got {len(values)}")
     return values
-
-
-def _owners(optimizers: Sequence[Optimizer], rows: Rows) -> dict[Optimizer, list[int]]:
-    """Which hosted workers' parameters each optimizer has, or a ValueError."""
-    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizers!r}")
-    for optimizer in optimizers:
-        if optimizer in _in_use:
-            raise UsageError(f"{type(optimizer).__name__} is hooked by another LocalSGD: finish that one first")
-    home = {id(p): i for i, named in enumerate(rows.workers) for p in named.values()}
-    owned = {o: [p for group in o.param_groups for p in group["params"] if p.requires_grad] for o in optimizers}
-    everything = {id(p) for ps in owned.values() for p in ps}
-    for named in rows.workers:
-        for name, p in named.items():
-            if id(p) not in everything:
-                raise ValueError(
-                    f"optimizer must own the model's parameters, {name!r} is in none: make the optimizer from "
-                    "model.parameters() (fleet.parameters()), or freeze the parameter with requires_grad_(False)"
-                )
-    for optimizer, params in owned.items():
-        if any(id(p) not in home for p in params):
-            shape = next(list(p.shape) for p in params if id(p) not in home)
-            raise ValueError(
-                f"optimizer must own only the model's parameters, one of shape {shape} is not in the model and would "
-                "never be averaged: put both into one module, or give that parameter an optimizer of its own"
-            )
-    return {o: sorted({home[id(p)] for p in params}) for o, params in owned.items()}
-
-
-def _flight_state(flight: Flight) -> dict[str, Any]:
-    landing = flight.landing
-    assert landing is not None
-    plain = ("counts", "bad", "period", "overlap", "announced", "step", "wait_seconds", "copy_seconds", "flight_seconds", "drift", "drifts")
-    return {
-        **{name: getattr(flight, name) for name in plain},
-        "to_land": sorted(flight.to_land),
-        "target": None if landing.target is None else landing.target.clone(),
-        "extras": landing.header.extras.clone(),
-        "slots": landing.header.slots.clone(),
-        "sums": list(landing.header.sums),
-        "bytes_sent": landing.bytes_sent,
-    }
-
-
-def _flight_from(state: Mapping[str, Any], hangar: Hangar) -> Flight:
-    fields = dict(state)
-    header = Header(Sums(*fields.pop("sums")), fields.pop("slots").clone(), fields.pop("extras").clone())
-    target = fields.pop("target")
-    landing = Landing(None if target is None else target.clone(), header, fields.pop("bytes_sent"))
-    fields["to_land"] = set(fields["to_land"])
-    fields["counts"], fields["bad"] = tuple(fields["counts"]), tuple(fields["bad"])
-    return Flight(work=Done(landing), snap=hangar.snapshots(), landing=landing, **fields)
-
-

@@ -114,7 +114,9 @@ def _groups(tensors: Sequence[Tensor]) -> list[Group]:
     pieces: list[Tensor] = []
     for t in tensors:
         t = t.detach()
-        pieces += t.view(-1).split(CHUNK) if t.is_contiguous() else [t]  # others keep their shape: a row has logical order
+        pieces += (
+            t.view(-1).split(CHUNK) if t.is_contiguous() else [t]
+        )  # others keep their shape: a row has logical order
     groups: list[Group] = []
     batch: list[Tensor] = []
     start = size = 0
@@ -143,7 +145,9 @@ class Extras:
     A row is [means | variances about c | other buffers | optimizer state]; integer counters travel apart, as a maximum.
     """
 
-    def __init__(self, models: Sequence[nn.Module], slots: Sequence[Sequence[tuple[Optimizer, Parameter, str]]]) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], slots: Sequence[Sequence[tuple[Optimizer, Parameter, str]]]
+    ) -> None:
         self._means: list[list[Tensor]] = []
         self._variances: list[list[Tensor]] = []
         self._others: list[list[Tensor]] = []
@@ -240,12 +244,16 @@ class Extras:
 
 def _copy_into(row: Tensor, tensors: list[Tensor]) -> None:
     if tensors:
-        torch._foreach_copy_([v.view(t.shape) for v, t in zip(row.split([t.numel() for t in tensors]), tensors)], tensors)
+        torch._foreach_copy_(
+            [v.view(t.shape) for v, t in zip(row.split([t.numel() for t in tensors]), tensors)], tensors
+        )
 
 
 def _copy_out(tensors: list[Tensor], row: Tensor) -> None:
     if tensors:
-        torch._foreach_copy_(tensors, [v.view(t.shape) for v, t in zip(row.split([t.numel() for t in tensors]), tensors)])
+        torch._foreach_copy_(
+            tensors, [v.view(t.shape) for v, t in zip(row.split([t.numel() for t in tensors]), tensors)]
+        )
 
 
 def state_keys(optimizer: Optimizer) -> list[list[str]]:
@@ -265,5 +273,7 @@ def state_keys(optimizer: Optimizer) -> list[list[str]]:
         trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         trial.step()
         state = trial.state[stand_in]
-        keys.append([k for k, v in state.items() if isinstance(v, Tensor) and v.shape == (2, 3) and v.is_floating_point()])
+        keys.append(
+            [k for k, v in state.items() if isinstance(v, Tensor) and v.shape == (2, 3) and v.is_floating_point()]
+        )
     return keys

@@ -61,7 +61,9 @@ class Header:
 
     def landed(self, extras: Tensor, tail: Tensor) -> Header:
         """The header of all workers, from what came back."""
-        return replace(self, extras=extras, sums=Sums(*tail[: len(Sums._fields)].tolist()), slots=tail[len(Sums._fields) :])
+        return replace(
+            self, extras=extras, sums=Sums(*tail[: len(Sums._fields)].tolist()), slots=tail[len(Sums._fields) :]
+        )
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,9 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
         if self.weights == "uniform":
             return [float(c) for c in header.counts]
         numbers = header.steps if self.weights == "steps" else header.samples
-        if self.weights == "samples" and any(c and s and not n for c, s, n in zip(header.counts, header.steps, numbers)):
+        if self.weights == "samples" and any(
+            c and s and not n for c, s, n in zip(header.counts, header.steps, numbers)
+        ):
             raise ValueError('mean(weights="samples") needs local.log(samples=...) before each optimizer.step()')
         return [float(n) if c else 0.0 for c, n in zip(header.counts, numbers)]
 

@@ -53,4 +53,6 @@ def _store(address: str, port: int, size: int, *, serve: bool, loopback: bool, t
         listener.bind(("127.0.0.1", port))
         listener.listen(1024)
         port = listener.getsockname()[1]
-        return dist.TCPStore("127.0.0.1", port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+        return dist.TCPStore(
+            "127.0.0.1", port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )

@@ -181,8 +181,6 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _first_line(error: BaseException) -> str:
-    """gloo's message without the source path that it starts with."""
+    """gloo's message without the source path that it starts with and the general advice that follows."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line.split("] ", 1)[-1] if line.startswith("[/") else line
-
-
+    return (line.split("] ", 1)[-1] if line.startswith("[/") else line).split(". This is typically")[0]

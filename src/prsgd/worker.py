@@ -1,0 +1,67 @@
+"""One hosted worker's place in its round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from prsgd.records import Tally
+from prsgd.schedules import Round
+
+
+@dataclass
+class Worker:
+    """Where one hosted worker is in its round."""
+
+    id: int
+    steps: int = 0
+    rounds: int = 0
+    """Rounds opened."""
+    round: Round | None = None
+    """The open one; None: closed, and the next opens when the average lands."""
+    opened_at: int = 0
+    """Steps it had when the round opened, and the clock's seconds."""
+    opened_seconds: float = 0.0
+    closed: bool = False
+    """Its snapshot is taken and the average not launched: another hosted worker has not closed."""
+    waits: bool = False
+    """It may not take another step before that."""
+    lands_at: int | None = None
+    """The own step in which the average of the closed round lands."""
+    snapped_at: int = 0
+    """Steps (and samples) of the newest snapshot; those of the newest snapshot that an average has seen."""
+    snapped_samples: int = 0
+    seen: int = 0
+    seen_samples: int = 0
+    samples: int = 0
+    period: int | None = None
+    """Of the closed round: its length, unless only its landing tells, and the overlap used."""
+    overlap: int = 0
+    done: bool = False
+    last: Tally = field(default_factory=Tally)
+    """Logged in the round before the open one, whose numbers travel with the next average; and in the open one."""
+    now: Tally = field(default_factory=Tally)
+
+    def end_round(self) -> None:
+        """Its numbers are complete, and those of the next round begin."""
+        self.opened_at, self.last, self.now = self.steps, self.now, Tally()
+
+    def state_dict(self, clock: Callable[[int], float]) -> dict[str, Any]:
+        state = {k: v for k, v in vars(self).items() if k not in ("round", "last", "now", "opened_seconds")}
+        state["round"] = None if self.round is None else asdict(self.round)
+        state["elapsed_seconds"] = clock(self.id) - self.opened_seconds
+        for name, tally in (("last", self.last), ("now", self.now)):
+            state[name] = {"loss": float(tally.loss), "losses": tally.losses, "samples": tally.samples}
+        return state
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any], clock: Callable[[int], float]) -> Worker:
+        fields = {k: v for k, v in state.items() if k not in ("round", "last", "now", "elapsed_seconds")}
+        return Worker(
+            **fields,
+            round=None if state["round"] is None else Round(**state["round"]),
+            opened_seconds=clock(state["id"]) - state["elapsed_seconds"],
+            last=Tally(**state["last"]),
+            now=Tally(**state["now"]),
+        )
