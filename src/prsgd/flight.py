@@ -29,7 +29,6 @@ class Flight:
     """(n, P), as launched; with overlap it becomes target - snap, worker by worker, as they land."""
     counts: tuple[bool, ...]
     bad: tuple[bool, ...]
-    overlap: int
     to_land: set[int]
     """Hosted workers, by place, on which it has not landed."""
     landing: Landing | None = None
@@ -38,6 +37,7 @@ class Flight:
     """Its header was read."""
     step: int = 0
     period: int = 0
+    overlap: int = 0
     wait_seconds: float = 0.0
     copy_seconds: float = 0.0
     flight_seconds: float = 0.0

@@ -137,7 +137,6 @@ class LocalSGD:
             self._comm.workers,
         )
         self._flight: Flight | None = None
-        self._newest: Landing | None = None
         self._record: Record | None = None  # of the newest average, incomplete until the next header
         self._drift = (0.0, 0)
         self._logs_first: bool | None = None
@@ -203,8 +202,9 @@ class LocalSGD:
     def log(self, *, loss: float | Tensor | None = None, samples: int | Sequence[int] = 0) -> None:
         """Add a step's loss and number of samples to the round's record.
 
-        For a fleet both may have one entry per hosted worker. Call it once a step, always before or always after
-        ``optimizer.step()``.
+        For a fleet both may have one entry per hosted worker. Call it once a step, always before ``optimizer.step()``
+        or always after it. (After it, and with an overlap of the whole period, a round's last step is counted in the
+        next round's record: its own numbers have left by then.)
         """
         self._require_running("log")
         n = len(self._workers)
@@ -215,7 +215,7 @@ class LocalSGD:
         for w, value, count in zip(self._workers, losses, counts):
             if w.done or (self._fleet is not None and value is not None and value != value):
                 continue  # a fleet's losses are NaN where a worker was not active
-            in_last_round = w.steps + self._logs_first <= w.opened_at
+            in_last_round = w.steps + self._logs_first <= w.opened_at and not w.last_sent
             (w.last if in_last_round else w.now).add(value, count)
             w.samples += count
 
@@ -319,7 +319,7 @@ class LocalSGD:
         for i in self._owners[optimizer]:
             w = self._workers[i]
             if w.lands_at == w.steps + 1 and not w.closed and self._takes_part(i):
-                self._land(i, in_step=True)
+                self._land([i], in_step=True)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """After a step's update: count it, close and launch (Alg. 2 and 3: the end of the inner loop)."""
@@ -341,6 +341,8 @@ class LocalSGD:
         if self._fleet is not None:
             for w in self._workers:
                 w.done = w.id in self._fleet.stopped
+            if self._flight is not None and any(self._workers[i].done for i in self._flight.to_land):
+                self._land(())
         while True:
             running = [i for i, w in enumerate(self._workers) if not w.done]
             for i in running:
@@ -358,7 +360,7 @@ class LocalSGD:
         overlap = self._closing(w)
         if overlap is not None and not w.closed:
             if w.lands_at is not None:  # rounds by the clock can be shorter than the overlap
-                self._land(i)
+                self._land([i])
             self._close(i, overlap)
         w.waits = w.closed and (overlap is not None or (w.lands_at is not None and w.steps + 1 >= w.lands_at))
 
@@ -399,7 +401,7 @@ class LocalSGD:
         assert w.round is not None
         taken = w.steps - w.opened_at
         by_clock = w.round.steps is None or taken + overlap < w.round.steps
-        w.period, w.overlap = taken if by_clock else None, overlap
+        w.period = taken if by_clock else None
         w.closed, w.round, w.lands_at = True, None, w.steps + overlap
         w.snapped_at, w.snapped_samples = w.steps, w.samples
         if self._overlap:
@@ -415,7 +417,7 @@ class LocalSGD:
         for i in done:
             w = self._workers[i]
             w.snapped_at, w.snapped_samples = w.steps, w.samples
-            w.period, w.overlap = None, 0
+            w.period = w.round = None
         boarding = self._hangar.board(capture=done, consensus=False)
         header = self._header(boarding.bad, boarding.extras, boarding.flat, consensus=False)
         copied = time.perf_counter()
@@ -424,30 +426,29 @@ class LocalSGD:
             snap=boarding.snap,
             counts=header.counts,
             bad=boarding.bad,
-            overlap=max(w.overlap for w in self._workers),
             to_land=set(range(len(self._workers))),
             copy_seconds=copied - began,
         )
         for w in self._workers:
-            w.seen, w.seen_samples, w.closed = w.snapped_at, w.snapped_samples, False
+            w.closed, w.last_sent = False, True
         blocking = [i for i, w in enumerate(self._workers) if w.lands_at == w.steps]
-        for i in blocking if len(done) < len(self._workers) else done:
-            if i in flight.to_land:
-                self._land(i)
+        if blocking or len(done) == len(self._workers):
+            self._land(blocking)
         return flight
 
-    def _land(self, i: int, *, in_step: bool = False) -> None:
-        """Alg. 1 line 6, Alg. 2 and 3 line 4: worker i restarts from the average."""
+    def _land(self, places: Sequence[int], *, in_step: bool = False) -> None:
+        """Alg. 1 line 6, Alg. 2 and 3 line 4: these hosted workers, and those that are done, restart from the average."""
         flight = self._flight
         assert flight is not None
         landing = self._arrive(flight)
-        if i in flight.to_land:
-            self._touch_down(i, flight, in_step=in_step)
+        for i in sorted(flight.to_land):
+            if i in places or self._workers[i].done:
+                self._touch_down(i, flight, in_step=in_step and not self._workers[i].done)
         if not flight.to_land:
             self._complete(flight, landing)
 
     def _arrive(self, flight: Flight) -> Landing:
-        """Wait for an average, once; read its header; let the workers that are done adopt it."""
+        """Wait for an average, and read its header, once."""
         landing = self._wait(flight)
         if flight.announced:
             return landing
@@ -463,11 +464,8 @@ class LocalSGD:
                     "finite); lower the lr, or clip gradients"
                 )
             self._fill_record(sums)
-        for i in [i for i in flight.to_land if self._workers[i].done]:
-            if sums.consensus:  # another worker's consensus(), which this one only answered
-                flight.to_land.discard(i)
-            else:
-                self._touch_down(i, flight)
+        else:
+            flight.to_land.clear()  # another worker's consensus(), which this process only answered
         return landing
 
     def _touch_down(self, i: int, flight: Flight, *, in_step: bool = False) -> None:
@@ -480,20 +478,21 @@ class LocalSGD:
         flight.to_land.discard(i)
         step = w.steps + in_step
         flight.step = max(flight.step, step)
+        flight.overlap = max(flight.overlap, step - w.snapped_at)
         flight.period = max(flight.period, step - w.opened_at if w.period is None else w.period)
-        w.lands_at = None
-        if w.done:
+        w.seen, w.seen_samples, w.lands_at = w.snapped_at, w.snapped_samples, None
+        if w.done and w.round is None:
             w.end_round()
         flight.copy_seconds += time.perf_counter() - began
 
     def _complete(self, flight: Flight, landing: Landing) -> None:
         """It has landed on all hosted workers."""
+        self._flight = None
         sums = landing.header.sums
+        if not sums.workers or sums.consensus:  # nobody had anything new, or it was a consensus that we answered
+            return
         if not self._overlap or sums.done == self._comm.num_workers:
             self._hangar.adopt(landing)
-        self._flight, self._newest = None, landing
-        if not sums.workers:  # nobody had anything new: no average
-            return
         self.round += 1
         self._drift = (flight.drift, flight.drifts)
         self._record = Record(
@@ -515,21 +514,14 @@ class LocalSGD:
 
     def _end(self) -> None:
         """Land what is in flight; then average, marked done, until all workers are."""
-        if self._flight is not None:
-            for i in sorted(self._flight.to_land):
-                self._land(i)
-                if self._workers[i].round is None:
-                    self._workers[i].end_round()
         for w in self._workers:
-            w.done, w.closed, w.round, w.lands_at = True, False, None, None
+            w.done = True
+        if self._flight is not None:
+            self._land(())
+        for w in self._workers:
+            w.closed, w.lands_at = False, None
         while True:
-            flight = self._launch()
-            landing = self._arrive(flight)
-            if landing.header.sums.consensus:
-                self._flight = None
-                continue
-            if self._flight is not None:
-                self._complete(flight, landing)
+            landing = self._arrive(self._launch())
             if landing.header.sums.done == self._comm.num_workers:
                 break
         if landing.target is not None and landing.target.dim() == 2:

@@ -36,16 +36,16 @@ class Worker:
     seen_samples: int = 0
     samples: int = 0
     period: int | None = None
-    """Of the closed round: its length, unless only its landing tells, and the overlap used."""
-    overlap: int = 0
+    """Length of the closed round, unless only its landing tells."""
     done: bool = False
     last: Tally = field(default_factory=Tally)
     """Logged in the round before the open one, whose numbers travel with the next average; and in the open one."""
     now: Tally = field(default_factory=Tally)
+    last_sent: bool = False
 
     def end_round(self) -> None:
         """Its numbers are complete, and those of the next round begin."""
-        self.opened_at, self.last, self.now = self.steps, self.now, Tally()
+        self.opened_at, self.last, self.now, self.last_sent = self.steps, self.now, Tally(), False
 
     def state_dict(self, clock: Callable[[int], float]) -> dict[str, Any]:
         state = {k: v for k, v in vars(self).items() if k not in ("round", "last", "now", "opened_seconds")}

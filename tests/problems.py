@@ -1,0 +1,125 @@
+"""Small problems that every test can train the same way, in one process or in several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import prsgd
+
+
+class Point(nn.Module):
+    """A number x with the loss (x - b)^2 / 2, whose gradient is x - b: trajectories can be worked by hand."""
+
+    def __init__(self, x: float = 0.0) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.tensor([x], dtype=torch.float64))
+
+    def forward(self, b: float) -> Tensor:
+        return ((self.x - b) ** 2).sum() / 2
+
+
+def itself(output: Tensor, _: Any) -> Tensor:
+    """The loss function of a model that returns its loss."""
+    return output
+
+
+def walk(
+    targets: Sequence[float],
+    *,
+    schedule: prsgd.Schedule,
+    steps: int,
+    lr: float = 0.5,
+    start: float = 0.0,
+    momentum: float = 0.0,
+    **options: Any,
+) -> tuple[list[list[float]], prsgd.LocalSGD]:
+    """Worker i pulls x towards targets[i]; returns all workers' x after each call of optimizer.step(), and the run."""
+    fleet = prsgd.Fleet(Point(start), len(targets))
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=lr, momentum=momentum)
+    path = []
+    with prsgd.LocalSGD(fleet, optimizer, schedule=schedule, **options) as local:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            fleet.backward(itself, list(targets), list(targets))
+            optimizer.step()
+            path.append(fleet.rows[:, 0].tolist())
+    path.append(fleet.rows[:, 0].tolist())
+    return path, local
+
+
+def model(kind: str = "mlp", dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The same weights every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        layers: list[nn.Module] = [nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)]
+        if kind == "batchnorm":
+            layers.insert(1, nn.BatchNorm1d(5))
+        if kind == "dropout":
+            layers.insert(2, nn.Dropout(0.5))
+        return nn.Sequential(*layers).to(dtype)
+
+
+def batch(worker: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Worker's data of a step: another distribution for each worker."""
+    generator = torch.Generator().manual_seed(1000 * worker + step)
+    x = torch.randn(4, 6, generator=generator, dtype=dtype) + worker / 4
+    return x, torch.randint(3, (4,), generator=generator)
+
+
+def train_fleet(
+    num_steps: Sequence[int],
+    *,
+    kind: str = "mlp",
+    dtype: torch.dtype = torch.float64,
+    lr: float = 0.2,
+    momentum: float = 0.9,
+    **options: Any,
+) -> tuple[Tensor, prsgd.LocalSGD, prsgd.Fleet]:
+    """Train len(num_steps) workers, those of them that live in this process, worker i for num_steps[i] steps."""
+    fleet = prsgd.Fleet(model(kind, dtype), len(num_steps))
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=lr, momentum=momentum, weight_decay=0.01)
+    taken = dict.fromkeys(fleet.workers, 0)
+    with prsgd.LocalSGD(fleet, optimizer, **options) as local:
+        for worker in fleet.workers:
+            if num_steps[worker] == 0:
+                fleet.stop(worker)
+        while fleet.active:
+            active = fleet.active
+            pairs = [batch(w, taken[w], dtype) for w in fleet.workers]
+            optimizer.zero_grad()
+            losses = fleet.backward(nn.functional.cross_entropy, [x for x, _ in pairs], [y for _, y in pairs])
+            local.log(loss=losses, samples=[4 * (w in active) for w in fleet.workers])
+            optimizer.step()
+            for worker in active:
+                taken[worker] += 1
+                if taken[worker] == num_steps[worker]:
+                    fleet.stop(worker)
+    return fleet.rows.clone(), local, fleet
+
+
+def train_model(
+    worker: int,
+    num_steps: int,
+    *,
+    kind: str = "mlp",
+    dtype: torch.dtype = torch.float64,
+    lr: float = 0.2,
+    momentum: float = 0.9,
+    **options: Any,
+) -> tuple[Tensor, prsgd.LocalSGD, nn.Module]:
+    """The same for one worker with a plain model."""
+    net = model(kind, dtype)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum, weight_decay=0.01)
+    with prsgd.LocalSGD(net, optimizer, **options) as local:
+        for step in range(num_steps):
+            x, y = batch(worker, step, dtype)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            local.log(loss=loss, samples=4)
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), local, net

@@ -1,0 +1,193 @@
+"""BatchNorm, counters, optimizer state: what is averaged beside the parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import prsgd
+from prsgd.state import Extras, Rows, finite_rows, state_keys, subtract_from, trainable
+
+
+def normed_fleet(n: int, momentum: float | None = 1.0) -> prsgd.Fleet:
+    net = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.Linear(3, 1)).double()
+    return prsgd.Fleet(net, n)
+
+
+def one_step(fleet: prsgd.Fleet, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    fleet.backward(nn.functional.mse_loss, x, torch.zeros(len(x), x.shape[1], 1, dtype=x.dtype))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e6])
+def test_pooled_batchnorm_is_that_of_the_pooled_data(shift: float) -> None:
+    fleet = normed_fleet(4)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    torch.manual_seed(0)
+    x = torch.randn(4, 50, 3, dtype=torch.float64) * torch.tensor([1.0, 2.0, 3.0]) + shift
+    x += torch.arange(4.0).view(4, 1, 1)
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2)):
+        for _ in range(2):  # the second time the centre is the pooled mean
+            one_step(fleet, optimizer, x)
+            one_step(fleet, optimizer, x)
+    pooled = x.reshape(200, 3)
+    # Each worker's running variance is the unbiased one of its batch, n/(n-1) times the variance of its data.
+    within, about = x.var(dim=1, unbiased=True).mean(0), x.mean(1).var(dim=0, unbiased=False)
+    for module in fleet.modules:
+        norm = module[0]  # type: ignore[index]
+        torch.testing.assert_close(norm.running_mean, pooled.mean(0), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(norm.running_var, within + about, rtol=1e-9, atol=0)
+        torch.testing.assert_close(within * 49 / 50 + about, pooled.var(dim=0, unbiased=False))  # the law it rests on
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.floats(-100, 100), st.floats(0, 100)), min_size=1, max_size=6), st.floats(-100, 100))
+def test_pooling_does_not_depend_on_the_centre(stats: list[tuple[float, float]], centre: float) -> None:
+    nets = [nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).double() for _ in stats]
+    extras = Extras(nets, [[] for _ in nets])
+    nets[0][0].running_mean.fill_(centre)  # type: ignore[union-attr, operator]
+    extras.settle(torch.float64, torch.device("cpu"))
+    for net, (mean, variance) in zip(nets, stats):
+        net[0].running_mean.fill_(mean)  # type: ignore[union-attr, operator]
+        net[0].running_var.fill_(variance)  # type: ignore[union-attr, operator]
+    rows = torch.zeros(len(nets), extras.width, dtype=torch.float64)
+    for i in range(len(nets)):
+        extras.pack(i, rows[i])
+    extras.write_stats(0, rows.mean(0))
+    means = torch.tensor([m for m, _ in stats], dtype=torch.float64)
+    variances = torch.tensor([v for _, v in stats], dtype=torch.float64)
+    expected = (variances + (means - means.mean()) ** 2).mean()
+    torch.testing.assert_close(nets[0][0].running_var[0], expected, rtol=1e-9, atol=1e-9)  # type: ignore[index]
+
+
+def test_counters_take_the_maximum() -> None:
+    fleet = normed_fleet(2)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.per_worker([5, 2])) as local:
+        for _ in range(5):
+            one_step(fleet, optimizer, torch.randn(2, 4, 3, dtype=torch.float64))
+        assert [int(m[0].num_batches_tracked) for m in fleet.modules] == [5, 5]  # type: ignore[index]
+        for _ in range(4):
+            one_step(fleet, optimizer, torch.randn(2, 4, 3, dtype=torch.float64))
+        assert [int(m[0].num_batches_tracked) for m in fleet.modules] == [9, 7]  # type: ignore[index]
+    assert [int(m[0].num_batches_tracked) for m in fleet.modules] == [9, 9]  # type: ignore[index]
+    assert local.steps == (9, 4)
+
+
+def test_statistics_do_not_ride_in_flight() -> None:
+    fleet = normed_fleet(2)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    x = torch.stack([torch.zeros(4, 3), torch.ones(4, 3)]).double()
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2), overlap=1) as local:
+        for _ in range(4):
+            one_step(fleet, optimizer, x)
+        means = [m[0].running_mean[0].item() for m in fleet.modules]  # type: ignore[index]
+        assert means == [0.0, 1.0]
+        with local.consensus() as averaged:
+            assert averaged[0].running_mean.tolist() == [0.5] * 3  # type: ignore[index]
+            assert averaged[0].running_var.tolist() == [0.25] * 3  # type: ignore[index]
+        assert fleet.modules[0][0].running_mean[0].item() == 0.0  # type: ignore[index]
+    assert [m[0].running_mean[0].item() for m in fleet.modules] == [0.5, 0.5]  # type: ignore[index]
+
+
+def test_consensus_gives_everything_back() -> None:
+    fleet = normed_fleet(3)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(4)) as local:
+        for _ in range(3):
+            one_step(fleet, optimizer, torch.randn(3, 4, 3, dtype=torch.float64))
+        rows = fleet.rows.clone()
+        with local.consensus() as averaged:
+            weights = torch.cat([p.flatten() for p in averaged.parameters()])
+            torch.testing.assert_close(weights, rows.mean(0), rtol=1e-14, atol=1e-16)
+            averaged.eval()
+        assert torch.equal(fleet.rows, rows)
+        assert all(m.training for m in averaged.modules())
+        with pytest.raises(KeyError, match="mine"), local.consensus():
+            raise KeyError("mine")
+        assert torch.equal(fleet.rows, rows)
+
+
+@pytest.mark.parametrize(
+    ("make", "keys"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), []),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), ["momentum_buffer"]),
+        (lambda p: torch.optim.AdamW(p, lr=0.1), ["exp_avg", "exp_avg_sq"]),
+        (lambda p: torch.optim.RMSprop(p, lr=0.1), ["square_avg"]),
+    ],
+)
+def test_optimizer_state_is_found_without_a_step(make: object, keys: list[str]) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = make([parameter])  # type: ignore[operator]
+    assert state_keys(optimizer) == [keys]
+    assert not optimizer.state
+    assert parameter.grad is None
+
+
+def test_adam_state_averages() -> None:
+    fleet = prsgd.Fleet(nn.Linear(3, 1).double(), 2)
+    optimizer = torch.optim.Adam(fleet.parameters(), lr=0.1)
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(3), optimizer_state="average"):
+        before = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            fleet.backward(nn.functional.mse_loss, torch.randn(2, 4, 3).double(), torch.randn(2, 4, 1).double())
+            optimizer.step()
+            before.append([optimizer.state[m.weight]["exp_avg"].clone() for m in fleet.modules])
+    a, b = before[2]
+    assert torch.equal(a, b)
+    assert not torch.equal(before[1][0], before[1][1])
+
+
+def test_rows_of_mixed_dtypes_and_layouts() -> None:
+    net = nn.Sequential(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.Linear(3, 2).bfloat16())
+    rows = Rows([trainable(net)], None)
+    assert rows.dtype == torch.float32
+    row = torch.zeros(rows.width)
+    rows.pack(0, row)
+    assert torch.equal(row, torch.cat([p.detach().flatten().float() for p in net.parameters()]))
+    moved = rows.replace(0, row + 1)
+    assert moved == pytest.approx(rows.width, rel=1e-2)
+    rows.add(0, -torch.ones_like(row))
+    assert torch.allclose(torch.cat([p.detach().flatten().float() for p in net.parameters()]), row, atol=1e-2)
+
+
+def test_large_tensors_are_handled_in_pieces() -> None:
+    net = nn.Linear(700, 700)  # more than one group
+    rows = Rows([trainable(net)], None)
+    row = torch.empty(rows.width)
+    rows.pack(0, row)
+    assert torch.equal(row[:-700].view(700, 700), net.weight)
+    target = torch.randn(rows.width)
+    distance = (row - target).double().square().sum().item()
+    assert subtract_from(target, row.clone()) == pytest.approx(distance, rel=1e-5)
+    assert rows.replace(0, target) == pytest.approx(distance, rel=1e-5)
+    assert torch.equal(torch.cat([net.weight.detach().flatten(), net.bias.detach()]), target)
+
+
+def test_finite_rows() -> None:
+    rows = torch.ones(5, 4)
+    rows[1, 2] = float("nan")
+    rows[2, 0] = float("inf")
+    rows[3] = 3e38  # the sum overflows, the numbers do not
+    rows[4, 0], rows[4, 1] = float("inf"), -float("inf")
+    assert finite_rows(rows) == [True, False, False, True, False]
+
+
+def test_a_model_whose_tensors_are_replaced_is_followed() -> None:
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(1)) as local:
+        net.weight.data = torch.full((1, 2), 7.0)
+        optimizer.step()
+        with local.consensus() as averaged:
+            assert averaged.weight.tolist() == [[7.0, 7.0]]  # type: ignore[union-attr, operator]
+        net.double()
+        with pytest.raises(ValueError, match=r"'weight' was \[1, 2\] torch.float32 on cpu .* torch.float64"):
+            optimizer.step()
+        net.float()
