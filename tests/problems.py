@@ -119,7 +119,7 @@ def train_model(
             x, y = batch(worker, step, dtype)
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(net(x), y)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             local.log(loss=loss, samples=4)
             optimizer.step()
     return torch.cat([p.detach().flatten() for p in net.parameters()]), local, net

@@ -18,7 +18,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "prsgd.local_sgd", "prsgd.comm.joining"])
 
 
-class RankFailed(AssertionError):
+class RankFailed(AssertionError):  # noqa: N818 - an assertion, like the others
     """A rank raised, died or hung."""
 
 
@@ -53,7 +53,7 @@ def try_ranks(
         for end in wait(list(waiting), left):
             rank = waiting.pop(end)
             try:
-                outcomes[rank] = pickle.loads(end.recv_bytes())  # type: ignore[union-attr]  # all are Connections
+                outcomes[rank] = pickle.loads(end.recv_bytes())
             except EOFError:
                 processes[rank].join(5)
                 outcomes[rank] = ("died", processes[rank].exitcode)

@@ -79,7 +79,9 @@ def test_algorithm_2_as_printed() -> None:
             t += 1
             if t == 40:
                 break
-        torch.testing.assert_close(fleet_path[t - 1], torch.stack([torch.stack(x).mean(dim=0)] * n), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            fleet_path[t - 1], torch.stack([torch.stack(x).mean(dim=0)] * n), rtol=1e-12, atol=1e-14
+        )
 
 
 def test_one_worker_is_torch_sgd() -> None:
@@ -91,7 +93,7 @@ def test_one_worker_is_torch_sgd() -> None:
             for t in range(20):
                 x, y = batch(0, t)
                 optimizer.zero_grad()
-                cross_entropy(net(x), y).backward()  # type: ignore[no-untyped-call]
+                cross_entropy(net(x), y).backward()
                 optimizer.step()
             assert torch.equal(averaged, torch.cat([p.detach().flatten() for p in net.parameters()]))
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import prsgd
-from prsgd.state import Extras, Rows, finite_rows, state_keys, subtract_from, trainable
+from prsgd.buffers import Buffers
+from prsgd.optimizer_state import state_keys
+from prsgd.state import Rows, finite_rows, subtract_from, trainable
 
 
 def normed_fleet(n: int, momentum: float | None = 1.0) -> prsgd.Fleet:
@@ -38,7 +40,7 @@ def test_pooled_batchnorm_is_that_of_the_pooled_data(shift: float) -> None:
     # Each worker's running variance is the unbiased one of its batch, n/(n-1) times the variance of its data.
     within, about = x.var(dim=1, unbiased=True).mean(0), x.mean(1).var(dim=0, unbiased=False)
     for module in fleet.modules:
-        norm = module[0]  # type: ignore[index]
+        norm = module[0]
         torch.testing.assert_close(norm.running_mean, pooled.mean(0), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(norm.running_var, within + about, rtol=1e-9, atol=0)
         torch.testing.assert_close(within * 49 / 50 + about, pooled.var(dim=0, unbiased=False))  # the law it rests on
@@ -48,20 +50,20 @@ def test_pooled_batchnorm_is_that_of_the_pooled_data(shift: float) -> None:
 @given(st.lists(st.tuples(st.floats(-100, 100), st.floats(0, 100)), min_size=1, max_size=6), st.floats(-100, 100))
 def test_pooling_does_not_depend_on_the_centre(stats: list[tuple[float, float]], centre: float) -> None:
     nets = [nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).double() for _ in stats]
-    extras = Extras(nets, [[] for _ in nets])
-    nets[0][0].running_mean.fill_(centre)  # type: ignore[union-attr, operator]
-    extras.settle(torch.float64, torch.device("cpu"))
+    buffers = Buffers(nets, range(len(nets)), len(nets))
+    nets[0][0].running_mean.fill_(centre)
+    buffers.settle(torch.float64, torch.device("cpu"))
     for net, (mean, variance) in zip(nets, stats):
-        net[0].running_mean.fill_(mean)  # type: ignore[union-attr, operator]
-        net[0].running_var.fill_(variance)  # type: ignore[union-attr, operator]
-    rows = torch.zeros(len(nets), extras.width, dtype=torch.float64)
+        net[0].running_mean.fill_(mean)
+        net[0].running_var.fill_(variance)
+    rows = torch.zeros(len(nets), buffers.width, dtype=torch.float64)
     for i in range(len(nets)):
-        extras.pack(i, rows[i])
-    extras.write_stats(0, rows.mean(0))
+        buffers.pack(i, rows[i])
+    buffers.write(0, buffers.sums(rows, [True] * len(nets)))
     means = torch.tensor([m for m, _ in stats], dtype=torch.float64)
     variances = torch.tensor([v for _, v in stats], dtype=torch.float64)
     expected = (variances + (means - means.mean()) ** 2).mean()
-    torch.testing.assert_close(nets[0][0].running_var[0], expected, rtol=1e-9, atol=1e-9)  # type: ignore[index]
+    torch.testing.assert_close(nets[0][0].running_var[0], expected, rtol=1e-9, atol=1e-9)
 
 
 def test_counters_take_the_maximum() -> None:
@@ -70,11 +72,11 @@ def test_counters_take_the_maximum() -> None:
     with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.per_worker([5, 2])) as local:
         for _ in range(5):
             one_step(fleet, optimizer, torch.randn(2, 4, 3, dtype=torch.float64))
-        assert [int(m[0].num_batches_tracked) for m in fleet.modules] == [5, 5]  # type: ignore[index]
+        assert [int(m[0].num_batches_tracked) for m in fleet.modules] == [5, 5]
         for _ in range(4):
             one_step(fleet, optimizer, torch.randn(2, 4, 3, dtype=torch.float64))
-        assert [int(m[0].num_batches_tracked) for m in fleet.modules] == [9, 7]  # type: ignore[index]
-    assert [int(m[0].num_batches_tracked) for m in fleet.modules] == [9, 9]  # type: ignore[index]
+        assert [int(m[0].num_batches_tracked) for m in fleet.modules] == [9, 7]
+    assert [int(m[0].num_batches_tracked) for m in fleet.modules] == [9, 9]
     assert local.steps == (9, 4)
 
 
@@ -85,13 +87,13 @@ def test_statistics_do_not_ride_in_flight() -> None:
     with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2), overlap=1) as local:
         for _ in range(4):
             one_step(fleet, optimizer, x)
-        means = [m[0].running_mean[0].item() for m in fleet.modules]  # type: ignore[index]
+        means = [m[0].running_mean[0].item() for m in fleet.modules]
         assert means == [0.0, 1.0]
         with local.consensus() as averaged:
-            assert averaged[0].running_mean.tolist() == [0.5] * 3  # type: ignore[index]
-            assert averaged[0].running_var.tolist() == [0.25] * 3  # type: ignore[index]
-        assert fleet.modules[0][0].running_mean[0].item() == 0.0  # type: ignore[index]
-    assert [m[0].running_mean[0].item() for m in fleet.modules] == [0.5, 0.5]  # type: ignore[index]
+            assert averaged[0].running_mean.tolist() == [0.5] * 3
+            assert averaged[0].running_var.tolist() == [0.25] * 3
+        assert fleet.modules[0][0].running_mean[0].item() == 0.0
+    assert [m[0].running_mean[0].item() for m in fleet.modules] == [0.5, 0.5]
 
 
 def test_consensus_gives_everything_back() -> None:
@@ -123,7 +125,7 @@ def test_consensus_gives_everything_back() -> None:
 )
 def test_optimizer_state_is_found_without_a_step(make: object, keys: list[str]) -> None:
     parameter = nn.Parameter(torch.ones(4))
-    optimizer = make([parameter])  # type: ignore[operator]
+    optimizer = make([parameter])
     assert state_keys(optimizer) == [keys]
     assert not optimizer.state
     assert parameter.grad is None
@@ -145,7 +147,8 @@ def test_adam_state_averages() -> None:
 
 
 def test_rows_of_mixed_dtypes_and_layouts() -> None:
-    net = nn.Sequential(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.Linear(3, 2).bfloat16())
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(3, 2).bfloat16())
+    net[0].weight.data = net[0].weight.data.contiguous(memory_format=torch.channels_last)
     rows = Rows([trainable(net)], None)
     assert rows.dtype == torch.float32
     row = torch.zeros(rows.width)
@@ -186,8 +189,22 @@ def test_a_model_whose_tensors_are_replaced_is_followed() -> None:
         net.weight.data = torch.full((1, 2), 7.0)
         optimizer.step()
         with local.consensus() as averaged:
-            assert averaged.weight.tolist() == [[7.0, 7.0]]  # type: ignore[union-attr, operator]
+            assert averaged.weight.tolist() == [[7.0, 7.0]]
         net.double()
         with pytest.raises(ValueError, match=r"'weight' was \[1, 2\] torch.float32 on cpu .* torch.float64"):
             optimizer.step()
         net.float()
+
+
+@pytest.mark.parametrize("steps", [3, 7, 8])
+def test_the_last_average_pools_statistics_also_when_one_was_in_flight(steps: int) -> None:
+    fleet = normed_fleet(2)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    x = torch.stack([torch.zeros(4, 3), torch.ones(4, 3)]).double()
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(4), overlap=1):
+        for _ in range(steps):
+            one_step(fleet, optimizer, x)
+    for module in fleet.modules:
+        assert module[0].running_mean.tolist() == [0.5] * 3
+        assert module[0].running_var.tolist() == [0.25] * 3
+        assert module[0].num_batches_tracked == steps

@@ -1,4 +1,4 @@
-"""Trajectories worked by hand: worker 0 pulls x towards 0, worker 1 towards 4, lr 1/2, so a step halves the distance."""
+"""Trajectories worked by hand: worker 0 pulls x towards 0, worker 1 towards 4, and lr 1/2 halves the distance."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_2_overlap_1_is_algorithm_1() -> None:
 
 def test_every_2_overlap_2_lands_by_the_delta_rule() -> None:
     path, local = walk([0.0, 4.0], schedule=prsgd.every(2), overlap=2, steps=4)
-    # Closed before step 1: snapshot (0, 0), mean 0.  t=1: (0, 2).  t=2 lands 0 - 0 on (0, 2), gradients (0, -2): (0, 3).
+    # Closed before step 1: snapshot (0, 0), mean 0.  t=1: (0, 2).  t=2 lands 0 - 0, gradients (0, -2): (0, 3).
     # Closed: snapshot (0, 3), mean 3/2.  t=3: gradients (0, -1): (0, 7/2).
     # t=4: gradients at (0, 7/2) are (0, -1/2); x + 3/2 - snap = (3/2, 2); then (3/2, 9/4).
     # Closed again at 4 with (3/2, 9/4): lands when the run ends, nothing new after it: 15/8.
@@ -163,6 +163,6 @@ def test_frozen_parameters_do_not_travel() -> None:
             fleet.backward(nn.functional.mse_loss, torch.randn(2, 5, 3), torch.randn(2, 5, 1))
             optimizer.step()
     assert fleet.rows.shape == (2, 3)
-    header = len(prsgd.averaging.base.Sums._fields)  # type: ignore[attr-defined]  # a submodule, loaded by now
+    header = len(prsgd.averaging.base.Sums._fields)
     assert records[0].bytes_sent == (3 + header) * 4
-    assert torch.equal(fleet.modules[1][0].weight, before)  # type: ignore[index]
+    assert torch.equal(fleet.modules[1][0].weight, before)

@@ -61,13 +61,14 @@ def start_from_worker_0(comm: Communicator, models: Sequence[nn.Module]) -> None
 
 def describe(model: nn.Module) -> list[str]:
     """One line for each tensor that ``start_from_worker_0`` sends."""
-    named = [("parameter", n, p) for n, p in model.named_parameters()] + [
-        ("buffer", n, b) for n, b in model.named_buffers()
-    ]
-    return [
-        f"{kind} {name!r} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}{'' if t.requires_grad or kind == 'buffer' else ' frozen'}"
-        for kind, name, t in named
-    ]
+    lines = []
+    for name, p in model.named_parameters():
+        lines.append(f"parameter {name!r} {_shape(p)}{'' if p.requires_grad else ' frozen'}")
+    return lines + [f"buffer {name!r} {_shape(b)}" for name, b in model.named_buffers()]
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def owners(optimizers: Sequence[Optimizer], rows: Rows) -> dict[Optimizer, list[int]]:
@@ -84,7 +85,7 @@ def owners(optimizers: Sequence[Optimizer], rows: Rows) -> dict[Optimizer, list[
                     f"optimizer must own the model's parameters, {name!r} is in none: make the optimizer from "
                     "model.parameters() (fleet.parameters()), or freeze the parameter with requires_grad_(False)"
                 )
-    for optimizer, params in owned.items():
+    for params in owned.values():
         if any(id(p) not in home for p in params):
             shape = next(list(p.shape) for p in params if id(p) not in home)
             raise ValueError(

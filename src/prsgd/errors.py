@@ -1,7 +1,7 @@
 """What can go wrong, as one tree.
 
     PrsgdError
-    ├── UsageError       (RuntimeError)     called at the wrong moment: before start, after finish, twice on one optimizer
+    ├── UsageError       (RuntimeError)     called at the wrong moment: before start, after finish, ...
     ├── MismatchError    (ValueError)       the workers' models or calls do not fit together
     ├── DivergedError    (ArithmeticError)  no worker has a finite model left
     └── PeerError        (RuntimeError)     another process failed or left
@@ -33,5 +33,5 @@ class PeerError(PrsgdError, RuntimeError):
     """Another process failed or left while this one needed it."""
 
 
-class AverageTimeout(PeerError, TimeoutError):
+class AverageTimeout(PeerError, TimeoutError):  # noqa: N818 - Timeout says it
     """Another process did not come to an average within the time limit."""

@@ -95,7 +95,7 @@ class Fleet:
             i = worker - self.workers.start
             with self.random(worker):
                 loss = loss_fn(self.modules[i](x[i]), y[i])
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             losses[i] = loss.detach()
         missing = self.rows.new_full((), float("nan"))
         return torch.stack([missing if loss is None else loss for loss in losses])

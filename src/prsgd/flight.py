@@ -1,23 +1,24 @@
 """One average under way, and how the hosted workers board and leave it.
 
-``Hangar`` owns the memory: the flat buffer that every collective reuses and, with overlap, a snapshot per hosted worker.
+``Hangar`` owns the memory: the flat buffer that every collective reuses and, with overlap, a snapshot per worker.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from prsgd.averaging.base import Header, Landing, Sums
-from prsgd.comm.base import Done, Work
-from prsgd.state import Extras, Rows, finite_rows, state_keys, subtract_from
+from prsgd.buffers import Buffers
+from prsgd.comm.base import Communicator, Done, Work
+from prsgd.optimizer_state import OptimizerState
+from prsgd.state import Rows, finite_rows, subtract_from
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Flight:
             "to_land": sorted(self.to_land),
             "target": None if target is None else target.clone(),
             "extras": header.extras.clone(),
-            "slots": header.slots.clone(),
+            "exact": header.exact.clone(),
             "sums": list(header.sums),
             "bytes_sent": self.landing.bytes_sent,
         }
@@ -61,7 +62,7 @@ class Flight:
     @staticmethod
     def from_state(state: Mapping[str, Any], snap: Tensor) -> Flight:
         fields = dict(state)
-        header = Header(Sums(*fields.pop("sums")), fields.pop("slots").clone(), fields.pop("extras").clone())
+        header = Header(Sums(*fields.pop("sums")), fields.pop("exact").clone(), fields.pop("extras").clone())
         target = fields.pop("target")
         landing = Landing(None if target is None else target.clone(), header, fields.pop("bytes_sent"))
         fields["to_land"] = set(fields["to_land"])
@@ -71,93 +72,81 @@ class Flight:
 
 @dataclass
 class Boarding:
-    """What an averaging is given to launch."""
+    """What the hosted workers bring to an average."""
 
     snap: Tensor
+    """(n, P) parameters"""
     extras: Tensor
+    """(n, E) optimizer state"""
+    buffers: Tensor
+    """(n, B) BatchNorm statistics and other buffers, packed"""
     flat: Tensor
     bad: tuple[bool, ...]
 
 
-@dataclass
 class Hangar:
     """The hosted workers' models, and the memory that averages of them need.
 
     Beyond the models: one row (the flat buffer) without overlap; one more per hosted worker with it.
     """
 
-    models: Sequence[nn.Module]
-    rows: Rows
-    optimizers: Sequence[Optimizer]
-    optimizer_state: str
-    overlap: int
-    num_workers: int
-    workers: range
-    extras: Extras = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.extras = Extras(self.models, self._optimizer_slots())
-        self._widths = [self.rows.width, self.extras.width]
-        self.tail = len(Sums._fields) + self.num_workers * self.extras.num_counters
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        rows: Rows,
+        optimizers: Sequence[Optimizer],
+        *,
+        optimizer_state: str,
+        overlap: int,
+        comm: Communicator,
+    ) -> None:
+        self.rows = rows
+        self.buffers = Buffers(models, comm.workers, comm.num_workers)
+        self._state = OptimizerState(optimizers, rows.workers, travels=optimizer_state == "average")
+        self._optimizer_state, self._overlap, self._workers = optimizer_state, overlap, comm.workers
+        self._widths = [rows.width, self._state.width, self.buffers.width]
+        self._flat_width = rows.width + self._state.width + len(Sums._fields) + self.buffers.sum_width
+        # Made when first needed: the flat buffer, and the hosted workers' snapshots or what of them is not in place.
         self._flat: Tensor | None = None
         self._store: Tensor | None = None
-        self._extras_store: Tensor | None = None
 
     def describe(self) -> list[str]:
         """What must be alike on all workers beside the models."""
-        shapes = [f"optimizer state {key!r} {list(p.shape)}" for _, p, key in self._optimizer_slots()[0]]
-        return [*shapes, f"rows of {self.rows.width} numbers summed in {str(self.rows.dtype).removeprefix('torch.')}"]
+        dtype = str(self.rows.dtype).removeprefix("torch.")
+        return [
+            *self._state.describe(),
+            f"optimizer_state {self._optimizer_state!r}, overlap {self._overlap}, sums in {dtype}",
+        ]
 
     def settle(self) -> None:
         """All workers have the same model now."""
-        self.extras.settle(self.rows.dtype, self.rows.device)
+        self.buffers.settle(self.rows.dtype, self.rows.device)
 
     def capture(self, i: int) -> None:
         """Copy worker i's snapshot; with overlap its model moves on while the average travels."""
-        row, extras = self._snapshots()[i].split(self._widths)
+        row, extras, buffers = self._snapshots()[i].split(self._widths)
         self.rows.pack(i, row)
-        self.extras.pack(i, extras)
+        self._state.pack(i, extras)
+        self.buffers.pack(i, buffers)
 
     def board(self, *, capture: Sequence[int], consensus: bool) -> Boarding:
-        """The snapshots of all hosted workers: those of ``capture`` taken now, the others when their rounds closed.
-
-        Without overlap nothing is copied but a lone model's tensors, into their place in the flat buffer. A consensus
-        with overlap may meet an average in flight, so it has memory of its own while it lasts.
-        """
-        n = len(self.models)
-        if self.overlap and not consensus:
+        """The snapshots of all hosted workers: those of ``capture`` taken now, the others when their rounds closed."""
+        if self._overlap and not consensus:
             for i in capture:
                 self.capture(i)
-            snap, extras = self._snapshots().split(self._widths, dim=1)
+            snap, extras, buffers = self._snapshots().split(self._widths, dim=1)
             flat = self._flat_buffer()
         else:
-            flat = self._new_flat() if self.overlap else self._flat_buffer()
-            snap, extras, _ = flat.unsqueeze(0).split([*self._widths, self.tail], dim=1)
-            if self.rows.matrix is not None:
-                snap = self.rows.matrix
-            else:
-                self.rows.pack(0, snap[0])
-            if n > 1:
-                if self._extras_store is None:
-                    self._extras_store = self._new(n, self.extras.width)
-                extras = self._extras_store
-            for i in range(n):
-                self.extras.pack(i, extras[i])
-        finite = [a and b for a, b in zip(finite_rows(snap), finite_rows(extras))]
+            # With overlap an average may be in flight, so a consensus has memory of its own while it lasts.
+            flat = self._new(self._flat_width) if self._overlap else self._flat_buffer()
+            snap, extras, buffers = self._in_place(flat)
+        finite = [all(parts) for parts in zip(finite_rows(snap), finite_rows(extras), finite_rows(buffers))]
         if not consensus:
-            for row in (r for ok, pair in zip(finite, zip(snap, extras)) if not ok for r in pair):
+            for row in (row for ok, rows in zip(finite, zip(snap, extras, buffers)) if not ok for row in rows):
                 row.zero_()
-        return Boarding(snap, extras, flat, tuple(not ok for ok in finite))
+        return Boarding(snap, extras, buffers, flat, tuple(not ok for ok in finite))
 
-    def slots(self) -> Tensor:
-        """Each hosted worker's counters in its own place."""
-        count = self.extras.num_counters
-        slots = self._new(self.num_workers, count)
-        for i, worker in enumerate(self.workers if count else ()):
-            slots[worker] = self.extras.slot_values(i)
-        return slots.view(-1)
-
-    def land(self, i: int, flight: Flight, *, moved: bool, with_stats: bool) -> None:
+    def land(self, i: int, flight: Flight, *, moved: bool, with_buffers: bool) -> None:
         """Move worker i to its target: x_i += target_i - snap_i, or the target itself if it has not moved since."""
         landing = flight.landing
         assert landing is not None
@@ -172,71 +161,59 @@ class Hangar:
             if flight.counts[i]:
                 flight.drift += distance
                 flight.drifts += 1
-            if self.optimizer_state == "average":
-                self.extras.write_optimizer_state(i, landing.header.extras)
-        if with_stats or bad:
-            known = landing.target is not None
-            counters = self.extras.counters_from(landing.header.slots, self.num_workers) if known else None
-            self.extras.write_stats(i, landing.header.extras if known else None)
-            self.extras.write_counters(i, counters)
-        if bad or (self.optimizer_state == "reset" and landing.target is not None):
-            self._forget(i)
+            if self._optimizer_state == "average":
+                self._state.write(i, landing.header.extras)
+            elif self._optimizer_state == "reset":
+                self._state.forget(i)
+        if with_buffers or bad:
+            self.buffers.write(i, landing.header.exact)
         if bad:
+            self._state.forget(i)
             warnings.warn(
-                f"worker {self.workers[i]}: its model was not finite and was replaced by the other workers' mean",
+                f"worker {self._workers[i]}: its model was not finite and was replaced by the other workers' mean",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
-    def adopt(self, landing: Landing) -> None:
-        """All workers have taken over the statistics of ``landing``."""
-        if landing.target is not None:
-            counters = self.extras.counters_from(landing.header.slots, self.num_workers)
-            self.extras.adopt(landing.header.extras, counters)
-
-    def state_dict(self, flight: Flight | None, closed: Sequence[int]) -> dict[str, Any]:
-        state: dict[str, Any] = {"extras": self.extras.state_dict()}
-        if self._store is not None and (closed or flight is not None):
-            state["snapshots"] = self._store.clone()
+    def state_dict(self, *, with_snapshots: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {"buffers": self.buffers.state_dict()}
+        if with_snapshots:
+            state["snapshots"] = self._snapshots().clone()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.extras.load_state_dict(state["extras"])
+        self.buffers.load_state_dict(state["buffers"])
         if "snapshots" in state:
             self._snapshots().copy_(state["snapshots"])
 
     def snapshots(self) -> Tensor:
         """(n, P): where a flight's snapshots lie."""
-        return self._snapshots()[:, : self.rows.width] if self.overlap else self._new(len(self.models), self.rows.width)
+        return self._snapshots()[:, : self.rows.width]
+
+    def _in_place(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Snapshots without copies: a fleet's rows as they lie, a lone model packed into its place in ``flat``."""
+        n = len(self._workers)
+        if self.rows.matrix is None:
+            snap, extras = (part.unsqueeze(0) for part in flat[: sum(self._widths[:2])].split(self._widths[:2]))
+            self.rows.pack(0, snap[0])
+            buffers = self._new(n, self._widths[2])
+        else:
+            snap = self.rows.matrix
+            extras, buffers = self._new(n, sum(self._widths[1:])).split(self._widths[1:], dim=1)
+        for i in range(n):
+            self._state.pack(i, extras[i])
+            self.buffers.pack(i, buffers[i])
+        return snap, extras, buffers
 
     def _snapshots(self) -> Tensor:
         if self._store is None:
-            self._store = self._new(len(self.models), sum(self._widths))
+            self._store = self._new(len(self._workers), sum(self._widths))
         return self._store
 
     def _flat_buffer(self) -> Tensor:
         if self._flat is None:
-            self._flat = self._new_flat()
+            self._flat = self._new(self._flat_width)
         return self._flat
-
-    def _new_flat(self) -> Tensor:
-        return self._new(sum(self._widths) + self.tail)
 
     def _new(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=self.rows.dtype, device=self.rows.device)
-
-    def _forget(self, i: int) -> None:
-        for p in self.rows.workers[i].values():
-            for optimizer in self.optimizers:
-                optimizer.state.pop(p, None)
-
-    def _optimizer_slots(self) -> list[list[tuple[Optimizer, Parameter, str]]]:
-        """For each hosted worker, where the optimizer state that is averaged lies."""
-        if self.optimizer_state != "average":
-            return [[] for _ in self.models]
-        keys: dict[Parameter, list[tuple[Optimizer, str]]] = {}
-        for optimizer in self.optimizers:
-            for group, names in zip(optimizer.param_groups, state_keys(optimizer)):
-                for p in group["params"]:
-                    keys.setdefault(p, []).extend((optimizer, name) for name in names)
-        return [[(o, p, k) for p in named.values() for o, k in keys.get(p, [])] for named in self.rows.workers]

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, is_dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -36,7 +36,7 @@ from prsgd.comm.base import Communicator
 from prsgd.entering import agree, describe, owners, start_from_worker_0
 from prsgd.errors import DivergedError, MismatchError, PeerError, UsageError
 from prsgd.fleet import Fleet
-from prsgd.flight import Flight, Hangar
+from prsgd.flight import Boarding, Flight, Hangar
 from prsgd.records import Record
 from prsgd.schedules import Now, Schedule
 from prsgd.state import Rows, trainable
@@ -95,6 +95,10 @@ class LocalSGD:
         self._timeout_seconds = positive("timeout_seconds", timeout_seconds)
         self._done_timeout_seconds = positive("done_timeout_seconds", done_timeout_seconds)
         self._overlap = whole_number("overlap", overlap, at_least=0)
+        if isinstance(schedule, type) or not isinstance(schedule, Schedule):
+            raise ValueError(f"schedule must be a schedule such as every(8), got {schedule!r}")
+        if isinstance(averaging, type) or not isinstance(averaging, Averaging | None):
+            raise ValueError(f"averaging must be an averaging such as mean(), got {averaging!r}")
         one_of("optimizer_state", optimizer_state, ("keep", "average", "reset"))
         if optimizer_state == "average" and self._overlap > 1:
             raise ValueError(f'overlap must be 0 or 1 with optimizer_state="average", got {self._overlap}')
@@ -122,7 +126,7 @@ class LocalSGD:
                 f"comm hosts {len(self._comm.workers)} workers in this process, the model is {len(self._models)}; "
                 "a Fleet hosts several"
             )
-        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self._workers = [Worker(id) for id in self._comm.workers]
         self._require_free()
         self._owners = owners(self._optimizers, rows)
@@ -131,10 +135,9 @@ class LocalSGD:
             self._models,
             rows,
             self._optimizers,
-            optimizer_state,
-            self._overlap,
-            self._comm.num_workers,
-            self._comm.workers,
+            optimizer_state=optimizer_state,
+            overlap=self._overlap,
+            comm=self._comm,
         )
         self._flight: Flight | None = None
         self._record: Record | None = None  # of the newest average, incomplete until the next header
@@ -192,7 +195,7 @@ class LocalSGD:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._phase != "running":  # the user finished, or an average failed and the run was abandoned
+        if self._phase == "over":  # the user finished, or an average failed and the run was abandoned
             return
         if kind is None:
             self.finish()
@@ -209,7 +212,7 @@ class LocalSGD:
         self._require_running("log")
         n = len(self._workers)
         losses: list[Any] = _per_worker("loss", loss.detach() if isinstance(loss, Tensor) else loss, n)
-        counts: list[Any] = _per_worker("samples", samples, n)
+        counts = [whole_number("samples", count, at_least=0) for count in _per_worker("samples", samples, n)]
         if self._logs_first is None:
             self._logs_first = all(w.steps == 0 for w in self._workers)
         for w, value, count in zip(self._workers, losses, counts):
@@ -228,20 +231,21 @@ class LocalSGD:
         """
         self._require_running("consensus")
         landing = self._consensus()
-        model, rows, extras = self._models[0], self._hangar.rows, self._hangar.extras
+        model, rows, buffers = self._models[0], self._hangar.rows, self._hangar.buffers
         own = torch.empty(rows.width, dtype=rows.dtype, device=rows.device)
         rows.pack(0, own)
-        tensors, values = extras.stats(0)
+        own_buffers = [(tensor, tensor.clone()) for tensor in buffers.tensors(0)]
         modes = [(m, m.training) for m in model.modules()]
         if landing.target is not None:
             rows.replace(0, landing.target)
-            extras.write_stats(0, landing.header.extras)
-            extras.write_counters(0, extras.counters_from(landing.header.slots, self._comm.num_workers))
+        buffers.write(0, landing.header.exact)
+        self._phase = "in consensus"
         try:
             yield model
         finally:
+            self._phase = "running"
             rows.replace(0, own)
-            for tensor, value in zip(tensors, values):
+            for tensor, value in own_buffers:
                 tensor.copy_(value)
             for module, training in modes:
                 module.training = training
@@ -256,7 +260,7 @@ class LocalSGD:
         flight = self._flight
         if flight is not None:
             self._wait(flight)
-        state = {
+        return {
             "round": self.round,
             "workers": [w.state_dict(self._clock) for w in self._workers],
             "drift": list(self._drift),
@@ -264,10 +268,11 @@ class LocalSGD:
             "record": None if self._record is None else asdict(self._record),
             "last_record": asdict(self.records[-1]) if self.records else None,
             "averaging": self._averaging.state_dict(),
-            "memory": self._hangar.state_dict(flight, [i for i, w in enumerate(self._workers) if w.closed]),
+            "memory": self._hangar.state_dict(
+                with_snapshots=bool(self._overlap) and (flight is not None or any(w.closed for w in self._workers))
+            ),
             "flight": None if flight is None else flight.state_dict(),
         }
-        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, between the constructor and ``start()``; load the model and the optimizer too."""
@@ -290,7 +295,8 @@ class LocalSGD:
     # The algorithm
 
     def _enter(self) -> None:
-        agree(self._comm, [*describe(self._models[0]), *self._hangar.describe()], self._hangar.rows.device)
+        entries = [*describe(self._models[0]), *self._hangar.describe(), _kind(self._averaging)]
+        agree(self._comm, entries, self._hangar.rows.device)
         if not self._loaded:
             start_from_worker_0(self._comm, self._models)  # Alg. 1 line 1: x_i^0 = y-bar
             self._hangar.settle()
@@ -304,37 +310,47 @@ class LocalSGD:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Between a step's gradient and its update: land what is due (Alg. 1 lines 5-6)."""
+        if self._phase == "in consensus":
+            raise UsageError("optimizer.step() inside consensus(): the step would be lost when it ends")
         if self._overlap and (kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)):
             raise UsageError(
                 "optimizer.step(closure) takes its gradient after the average would land: use overlap=0, or call "
                 "backward() before optimizer.step()"
             )
-        if self._fleet is not None and self._fleet.idle:
+        if self._fleet is not None and (self._fleet.idle or self._fleet.stopped):
             for i in self._owners[optimizer]:
                 if not self._takes_part(i):
-                    for p in self._hangar.rows.workers[i].values():
-                        p.grad = None  # a zero gradient would still move momentum and weight decay
-        if self._flight is None or _skipped(optimizer):
+                    self._drop_gradient(i)
+        if _skipped(optimizer):
             return
-        for i in self._owners[optimizer]:
+        for i in self._owners[optimizer] if self._flight is not None else ():
             w = self._workers[i]
-            if w.lands_at == w.steps + 1 and not w.closed and self._takes_part(i):
+            if self._flight is not None and w.lands_at == w.steps + 1 and not w.closed and self._takes_part(i):
+                bad = self._flight.bad[i]
                 self._land([i], in_step=True)
+                if bad:  # so is the gradient that was taken at the old model: no step
+                    self._drop_gradient(i)
+                    w.skips = True
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """After a step's update: count it, close and launch (Alg. 2 and 3: the end of the inner loop)."""
         if _skipped(optimizer):
             return
+        stepped = False
         for i in self._owners[optimizer]:
-            if not self._takes_part(i):
+            w = self._workers[i]
+            if not w.skips and not self._takes_part(i):
                 continue
-            if len(self._optimizers) > 1:
+            if len(self._optimizers) > 1:  # a step is over when each of the worker's optimizers has stepped
                 self._stepped[i].add(id(optimizer))
                 if len(self._stepped[i]) < sum(i in places for places in self._owners.values()):
                     continue
                 self._stepped[i].clear()
-            self._workers[i].steps += 1
-        self._advance()
+            w.steps += not w.skips
+            w.skips = False
+            stepped = True
+        if stepped:
+            self._advance()
 
     def _advance(self) -> None:
         """At a step boundary: open and close rounds, and launch an average whenever all hosted workers have closed."""
@@ -419,7 +435,7 @@ class LocalSGD:
             w.snapped_at, w.snapped_samples = w.steps, w.samples
             w.period = w.round = None
         boarding = self._hangar.board(capture=done, consensus=False)
-        header = self._header(boarding.bad, boarding.extras, boarding.flat, consensus=False)
+        header = self._header(boarding)
         copied = time.perf_counter()
         flight = self._flight = Flight(
             work=self._averaging.launch(self._comm, boarding.snap, header),
@@ -437,7 +453,7 @@ class LocalSGD:
         return flight
 
     def _land(self, places: Sequence[int], *, in_step: bool = False) -> None:
-        """Alg. 1 line 6, Alg. 2 and 3 line 4: these hosted workers, and those that are done, restart from the average."""
+        """Alg. 1 line 6, Alg. 2 and 3 line 4: these workers, and those that are done, restart from the average."""
         flight = self._flight
         assert flight is not None
         landing = self._arrive(flight)
@@ -473,8 +489,7 @@ class LocalSGD:
         w = self._workers[i]
         landing = flight.landing
         assert landing is not None
-        everyone_done = landing.header.sums.done == self._comm.num_workers
-        self._hangar.land(i, flight, moved=w.steps != w.snapped_at, with_stats=not self._overlap or everyone_done)
+        self._hangar.land(i, flight, moved=w.steps != w.snapped_at, with_buffers=self._pools(landing))
         flight.to_land.discard(i)
         step = w.steps + in_step
         flight.step = max(flight.step, step)
@@ -489,10 +504,12 @@ class LocalSGD:
         """It has landed on all hosted workers."""
         self._flight = None
         sums = landing.header.sums
+        if self._pools(landing) and not sums.consensus:
+            self._hangar.buffers.adopt(landing.header.exact)
+            for w in self._workers:
+                w.pooled = w.snapped_at
         if not sums.workers or sums.consensus:  # nobody had anything new, or it was a consensus that we answered
             return
-        if not self._overlap or sums.done == self._comm.num_workers:
-            self._hangar.adopt(landing)
         self.round += 1
         self._drift = (flight.drift, flight.drifts)
         self._record = Record(
@@ -512,6 +529,10 @@ class LocalSGD:
             samples=0,
         )
 
+    def _pools(self, landing: Landing) -> bool:
+        """Do buffers ride with it? Not in flight, where a delta could make a variance negative; the last one pools."""
+        return not self._overlap or landing.header.sums.done == self._comm.num_workers
+
     def _end(self) -> None:
         """Land what is in flight; then average, marked done, until all workers are."""
         for w in self._workers:
@@ -527,7 +548,7 @@ class LocalSGD:
         if landing.target is not None and landing.target.dim() == 2:
             # Targets differed by worker, so the run ends with one exact mean.
             boarding = self._hangar.board(capture=range(len(self._workers)), consensus=True)
-            header = self._header(boarding.bad, boarding.extras, boarding.flat, consensus=False)
+            header = self._header(boarding)
             header = replace(header, counts=tuple(not bad for bad in boarding.bad))
             exact = self._averaging.final(self._comm, boarding.snap, header)
             if exact.target is not None:
@@ -547,7 +568,7 @@ class LocalSGD:
     def _consensus(self) -> Landing:
         self._check_rows()
         boarding = self._hangar.board(capture=(), consensus=True)
-        header = self._header(boarding.bad, boarding.extras, boarding.flat, consensus=True)
+        header = self._header(boarding, consensus=True)
         try:
             landing = self._averaging.final(self._comm, boarding.snap, header)
         except PeerError as error:
@@ -557,17 +578,24 @@ class LocalSGD:
             raise MismatchError(self._split_message(sums))
         return landing
 
-    def _header(self, bad: tuple[bool, ...], extras: Tensor, flat: Tensor, *, consensus: bool) -> Header:
+    def _header(self, boarding: Boarding, *, consensus: bool = False) -> Header:
         ws = self._workers
         at = [(w.steps, w.samples) if consensus else (w.snapped_at, w.snapped_samples) for w in ws]
-        steps = tuple(s - w.seen for (s, _), w in zip(at, ws))
-        counts = tuple(not b and (not w.done or s > 0) for b, w, s in zip(bad, ws, steps))
+        steps = tuple(step - w.seen for (step, _), w in zip(at, ws))
+        counts = tuple(not bad and (not w.done or new > 0) for bad, w, new in zip(boarding.bad, ws, steps))
+        pools = [not bad and step > w.pooled for bad, (step, _), w in zip(boarding.bad, at, ws)]
         done = sum(w.done for w in ws)
-        sums = self._numbers()._replace(
-            workers=sum(counts), done=done, bad=sum(bad), consensus=consensus * (len(ws) - done)
+        return Header(
+            sums=self._numbers()._replace(
+                workers=sum(counts), done=done, bad=sum(boarding.bad), consensus=consensus * (len(ws) - done)
+            ),
+            exact=self._hangar.buffers.sums(boarding.buffers, pools),
+            extras=boarding.extras,
+            counts=counts,
+            steps=steps,
+            samples=tuple(samples - w.seen_samples for (_, samples), w in zip(at, ws)),
+            flat=boarding.flat,
         )
-        samples = tuple(s - w.seen_samples for (_, s), w in zip(at, ws))
-        return Header(sums, self._hangar.slots(), extras, counts, steps, samples, flat)
 
     def _numbers(self) -> Sums:
         """The last average's drift and the last round's losses and samples, of the hosted workers."""
@@ -628,6 +656,11 @@ class LocalSGD:
             return False
         return self._fleet is None or any(p.grad is not None for p in self._hangar.rows.workers[i].values())
 
+    def _drop_gradient(self, i: int) -> None:
+        """Let the optimizer pass over worker i: a zero gradient would still move momentum and weight decay."""
+        for p in self._hangar.rows.workers[i].values():
+            p.grad = None
+
     def _lr(self) -> float:
         return float(self._optimizers[0].param_groups[0]["lr"])
 
@@ -638,9 +671,8 @@ class LocalSGD:
 
     def _require_running(self, call: str) -> None:
         if self._phase != "running":
-            raise UsageError(
-                f"{call}() needs start() first" if self._phase == "new" else f"{call}() after the run ended"
-            )
+            when = {"new": "needs start() first", "over": "after the run ended"}.get(self._phase, "inside consensus()")
+            raise UsageError(f"{call}() {when}")
 
     def _require_free(self) -> None:
         for optimizer in self._optimizers:
@@ -664,12 +696,17 @@ class LocalSGD:
         self._comm.close()
 
 
-def _wall_clock(worker: int) -> float:
+def _wall_clock(_: int) -> float:
     return time.monotonic()
 
 
+def _kind(averaging: Averaging) -> str:
+    """What must be alike in every process."""
+    return f"averaging {averaging!r}" if is_dataclass(averaging) else f"averaging {type(averaging).__name__}"
+
+
 def _skipped(optimizer: Optimizer) -> bool:
-    """Does GradScaler skip this step? It calls step() of a fused optimizer all the same and leaves ``found_inf`` on it."""
+    """Does GradScaler skip this step? It calls a fused optimizer's step() all the same, with ``found_inf`` set."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
 
@@ -678,7 +715,7 @@ def _per_worker(name: str, value: Any, n: int) -> list[Any]:
     """One value for each hosted worker: a single one is everybody's."""
     if value is None or isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
         return [value] * n
-    values = value.tolist() if isinstance(value, Tensor) else list(value)
-    if len(values) != n:
-        raise ValueError(f"{name} must be one number or one per hosted worker: {n}, got {len(values)}")
-    return values
+    values = value.tolist() if isinstance(value, Tensor) else value
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != n:
+        raise ValueError(f"{name} must be one number or one per hosted worker ({n}), got {value!r}")
+    return list(values)

@@ -48,7 +48,7 @@ class Record:
 
 @dataclass
 class Tally:
-    """What one worker logged in one round. The loss stays a tensor until an average asks, so that logging never waits."""
+    """What one worker logged in one round. The loss stays a tensor until an average asks: logging never waits."""
 
     loss: float | Tensor = 0.0
     losses: int = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from prsgd._check import positive, whole_number
 from prsgd.records import Record
@@ -49,6 +49,7 @@ class Round:
             positive("Round.lr", self.lr)
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """When to average."""
 

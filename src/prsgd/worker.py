@@ -27,6 +27,8 @@ class Worker:
     """Its snapshot is taken and the average not launched: another hosted worker has not closed."""
     waits: bool = False
     """It may not take another step before that."""
+    skips: bool = False
+    """This optimizer.step() is no step of its: its gradient was not finite."""
     lands_at: int | None = None
     """The own step in which the average of the closed round lands."""
     snapped_at: int = 0
@@ -34,6 +36,8 @@ class Worker:
     snapped_samples: int = 0
     seen: int = 0
     seen_samples: int = 0
+    pooled: int = 0
+    """Steps that its BatchNorm statistics had when they were last pooled."""
     samples: int = 0
     period: int | None = None
     """Length of the closed round, unless only its landing tells."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,10 +42,10 @@ class Header:
     """What travels beside the hosted workers' parameter rows, and what an averaging needs to know of them."""
 
     sums: Sums
-    slots: Tensor
-    """(N x counters,): each worker's integer counters in its own place, so that a sum carries their maximum."""
+    exact: Tensor
+    """(K,): numbers of the hosted workers that are summed as they are: BatchNorm statistics and other buffers."""
     extras: Tensor
-    """Numbers averaged with the models' weights, (n, E) as sent and (E,) as landed: BatchNorm, optimizer state."""
+    """Numbers averaged as the models are, (n, E) as sent and (E,) as landed: optimizer state."""
     counts: tuple[bool, ...] = ()
     """Per hosted worker: does its model count? One with nothing new, or not finite, does not (its row is zero)."""
     steps: tuple[int, ...] = ()
@@ -56,14 +56,13 @@ class Header:
     """Room for one collective: (P + E + tail,) with the dtype to sum in, reused by every average."""
 
     def tail(self) -> Tensor:
-        """Sums and slots as they travel."""
-        return torch.cat([self.slots.new_tensor(self.sums), self.slots])
+        """What is summed as it is."""
+        return torch.cat([self.exact.new_tensor(self.sums), self.exact])
 
     def landed(self, extras: Tensor, tail: Tensor) -> Header:
         """The header of all workers, from what came back."""
-        return replace(
-            self, extras=extras, sums=Sums(*tail[: len(Sums._fields)].tolist()), slots=tail[len(Sums._fields) :]
-        )
+        width = len(Sums._fields)
+        return replace(self, extras=extras, sums=Sums(*tail[:width].tolist()), exact=tail[width:])
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ class Landing:
     """Per worker."""
 
 
+@runtime_checkable
 class Averaging(Protocol):
     """How to combine the workers' models."""
 

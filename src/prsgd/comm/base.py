@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
 S = TypeVar("S")
 
 Route = tuple[int, int]

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in torch's own export list
 
 from prsgd import comm as communicators
 from prsgd.comm.base import Communicator
@@ -44,15 +45,15 @@ def init(*, backend: str | None = None, timeout_seconds: float = 600.0) -> Commu
     return communicators.current(timeout_seconds=timeout_seconds)
 
 
-def _store(address: str, port: int, size: int, *, serve: bool, loopback: bool, timeout: timedelta) -> dist.TCPStore:
+def _store(address: str, port: int, size: int, *, serve: bool, loopback: bool, timeout: timedelta) -> TCPStore:
     if not (serve and loopback):
-        return dist.TCPStore(address, port, size, serve, timeout, wait_for_workers=False)
+        return TCPStore(address, port, size, serve, timeout, wait_for_workers=False)
     # TCPStore listens on every interface whatever address it is given, unless it is handed a socket.
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen(1024)
         port = listener.getsockname()[1]
-        return dist.TCPStore(
+        return TCPStore(
             "127.0.0.1", port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )

@@ -126,10 +126,13 @@ class TorchDistributed(Communicator):
     def _own_group(self) -> dist.ProcessGroup:
         # A transfer's own limit lies above that of whoever waits for it, so that the waiter's message is the one seen.
         limit = timedelta(seconds=max(86_400.0, 2 * self._timeout_seconds))
+        group: dist.ProcessGroup
         if self._parent is None:
-            return dist.new_group(self._ranks, timeout=limit)
-        backend = dist.get_backend(self._parent)
-        return dist.new_group(self._ranks, timeout=limit, backend=backend, use_local_synchronization=True)
+            group = dist.new_group(self._ranks, timeout=limit)
+        else:
+            backend = dist.get_backend(self._parent)
+            group = dist.new_group(self._ranks, timeout=limit, backend=backend, use_local_synchronization=True)
+        return group
 
 
 class _Pending(Generic[T]):

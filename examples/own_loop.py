@@ -1,0 +1,67 @@
+"""Your own training loop on two processes. Two lines make it PR-SGD: ``prsgd.init()`` and ``with prsgd.LocalSGD``.
+
+torchrun --nproc-per-node 2 examples/own_loop.py
+python examples/own_loop.py        # one process, the same program
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import prsgd
+from prsgd.tasks import digits
+
+
+def main(epochs: int = 4, period: int = 8, batch_size: int = 16) -> list[float]:
+    """Train, print on worker 0, return the averaged model's test accuracy after each epoch and at the end."""
+    torch.set_num_threads(1)
+    comm = prsgd.init()
+    worker, num_workers = comm.workers.start, comm.num_workers
+
+    data = digits.load()
+    share = len(data.train_x) // num_workers  # equal shares: all workers reach the end of an epoch at the same step
+    mine = slice(worker * share, (worker + 1) * share)
+    loader = DataLoader(
+        TensorDataset(data.train_x[mine], data.train_y[mine]),
+        batch_size=batch_size,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(worker),
+    )
+    torch.manual_seed(worker)  # the models differ here; all start from worker 0's
+    model = digits.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    accuracies = []
+    with prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(period), overlap=1) as local:
+        for epoch in range(1, epochs + 1):
+            for x, y in loader:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+            with local.consensus() as averaged:  # all workers come here; then each has its own model again
+                accuracies.append(accuracy(averaged, data))
+            if worker == 0:
+                print(f"epoch {epoch}, step {local.step}: test accuracy of the averaged model {accuracies[-1]:.1%}")
+
+    accuracies.append(accuracy(model, data))
+    if worker == 0:
+        sent_bytes = sum(record.bytes_sent for record in local.records)
+        print(f"all workers ({num_workers}) ended with one model: test accuracy {accuracies[-1]:.1%}")
+        print(f"{len(local.records)} averages in {local.step} steps, {sent_bytes / 1e6:.2f} MB sent by each worker")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return accuracies
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: digits.Digits) -> float:
+    """Over all test images."""
+    return float((model(data.test_x).argmax(dim=1) == data.test_y).float().mean())
+
+
+if __name__ == "__main__":
+    main()

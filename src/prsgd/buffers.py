@@ -1,0 +1,118 @@
+"""BatchNorm statistics and other buffers of the hosted workers: pooled, whatever the way of averaging."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+class Buffers:
+    """Means are averaged, and variances pooled about the pooled mean: mean_i [var_i + (mu_i - mu)^2], mu = mean_i mu_i.
+
+    One collective cannot know mu beforehand, so var_i + (mu_i - c)^2 travels, for a centre c that all workers share
+    (the last pooled mean, close to every mu_i, so that little cancels), and then
+    mean_i [var_i + (mu_i - mu)^2] = mean_i [var_i + (mu_i - c)^2] - (mu - c)^2.
+
+    Other floating buffers are averaged, and integer counters take the largest value. What travels is a sum,
+    [counters of worker 0 | ... of worker N-1 | means | variances about c | others | how many workers count].
+    """
+
+    def __init__(self, models: Sequence[nn.Module], workers: range, num_workers: int) -> None:
+        self._workers, self._num_workers = workers, num_workers
+        self._means: list[list[Tensor]] = []
+        self._variances: list[list[Tensor]] = []
+        self._others: list[list[Tensor]] = []
+        self._counters: list[list[Tensor]] = []
+        for model in models:
+            norms = [m for m in model.modules() if isinstance(m, _NormBase)]
+            means = [m.running_mean for m in norms if m.running_mean is not None]
+            variances = [m.running_var for m in norms if m.running_var is not None]
+            pooled = {id(t) for t in means + variances}
+            persistent = model.state_dict(keep_vars=True)
+            rest = [b for name, b in model.named_buffers() if name in persistent and id(b) not in pooled]
+            self._means.append(means)
+            self._variances.append(variances)
+            self._others.append([b for b in rest if b.is_floating_point()])
+            self._counters.append([b for b in rest if b.dim() == 0 and b.dtype == torch.long])
+        self._sizes = [sum(t.numel() for t in ts[0]) for ts in (self._means, self._variances, self._others)]
+        self._num_counters = len(self._counters[0])
+        self.width = sum(self._sizes)
+        self.sum_width = num_workers * self._num_counters + self.width + 1 if self.width + self._num_counters else 0
+        self._adopted = torch.empty(0)  # [means | variances | others] that all workers last took over
+        self._counted = torch.empty(0)  # and their counters
+
+    def settle(self, dtype: torch.dtype, device: torch.device) -> None:
+        """All workers hold the same buffers now: remember them."""
+        floats = [*self._means[0], *self._variances[0], *self._others[0]]
+        self._adopted = torch.cat([torch.zeros(0, device=device), *(t.reshape(-1) for t in floats)]).to(dtype)
+        self._counted = _stack(self._counters[0], device)
+
+    def pack(self, i: int, out: Tensor) -> None:
+        """out <- worker i's means, variances about the centre, and other buffers."""
+        parts = out.split(self._sizes)
+        for part, tensors in zip(parts, (self._means[i], self._variances[i], self._others[i])):
+            if tensors:
+                torch._foreach_copy_(_views(part, tensors), tensors)
+        parts[1].add_((parts[0] - self._centre()) ** 2)
+
+    def sums(self, rows: Tensor, counts: Sequence[bool]) -> Tensor:
+        """What the hosted workers add to the sum: the counters of all, the packed ``rows`` of those that count."""
+        out = rows.new_zeros(self.sum_width)
+        if self.sum_width:
+            counters = out[: self._num_workers * self._num_counters].view(self._num_workers, self._num_counters)
+            for i, worker in enumerate(self._workers):
+                # Above what all last took over: small numbers, exact in float32.
+                counters[worker] = _stack(self._counters[i], out.device) - self._counted
+            for row, count in zip(rows, counts):
+                if count:
+                    out[counters.numel() : -1] += row
+                    out[-1] += 1
+        return out
+
+    def write(self, i: int, sums: Tensor) -> None:
+        """Give worker i what the sum over all workers says."""
+        stats, counters = self._pooled(sums)
+        for part, tensors in zip(stats.split(self._sizes), (self._means[i], self._variances[i], self._others[i])):
+            if tensors:
+                torch._foreach_copy_(tensors, _views(part, tensors))
+        for tensor, value in zip(self._counters[i], counters):
+            tensor.copy_(value)
+
+    def adopt(self, sums: Tensor) -> None:
+        """All workers have taken it over."""
+        self._adopted, self._counted = self._pooled(sums)
+
+    def tensors(self, i: int) -> list[Tensor]:
+        """All that ``write`` changes."""
+        return [*self._means[i], *self._variances[i], *self._others[i], *self._counters[i]]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"adopted": self._adopted.clone(), "counted": self._counted.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._adopted, self._counted = state["adopted"].clone(), state["counted"].clone()
+
+    def _centre(self) -> Tensor:
+        return self._adopted[: self._sizes[0]]
+
+    def _pooled(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """(statistics, counters) of all workers; where nobody counted, the statistics that all last took over."""
+        if not self.sum_width:
+            return self._adopted, self._counted
+        split = self._num_workers * self._num_counters
+        counters = sums[:split].view(self._num_workers, self._num_counters).amax(dim=0).long() + self._counted
+        if not sums[-1]:
+            return self._adopted, counters
+        means, variances, others = (sums[split:-1] / sums[-1]).split(self._sizes)
+        return torch.cat([means, (variances - (means - self._centre()) ** 2).clamp_min_(0), others]), counters
+
+
+def _stack(counters: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.stack(list(counters)) if counters else torch.empty(0, dtype=torch.long, device=device)
+
+
+def _views(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [v.view(t.shape) for v, t in zip(row.split([t.numel() for t in tensors]), tensors)]

@@ -1,0 +1,333 @@
+"""Uneven data, models that turn NaN, peers that fail, leave, differ or come late."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import prsgd
+from tests.problems import batch, model, train_fleet, train_model
+from tests.ranks import run_ranks, try_ranks
+
+
+def rank_uneven(rank: int, num_steps: list[int], overlap: int) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+    _, local, net = train_model(
+        rank, num_steps[rank], kind="batchnorm", dtype=torch.float32, schedule=prsgd.every(4), overlap=overlap
+    )
+    return {k: v.clone() for k, v in net.state_dict().items()}, [(r.round, r.workers) for r in local.records]
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("num_steps", [[5, 9, 14], [0, 4, 8]])
+def test_uneven_data_ends_with_one_model(num_steps: list[int], overlap: int) -> None:
+    found = run_ranks(rank_uneven, 3, num_steps, overlap)
+    for state, records in found[1:]:
+        assert records == found[0][1]
+        for key, value in state.items():
+            assert torch.equal(value, found[0][0][key]), key
+    if num_steps == [5, 9, 14]:
+        # Round 2: worker 0 brings its fifth step and is done. Round 3: worker 1 its ninth. Then worker 2 is alone.
+        assert found[0][1] == [(1, 3), (2, 3), (3, 2), (4, 1)]
+
+
+def test_nobody_has_data() -> None:
+    rows, local, _ = train_fleet([0, 0], schedule=prsgd.every(4))
+    assert local.records == []
+    assert torch.equal(rows[0], torch.cat([p.detach().flatten() for p in model().parameters()]))
+
+
+def nan_at(step: int, worker: int, bad_worker: int, net: nn.Module) -> None:
+    if worker == bad_worker and step == 7:
+        with torch.no_grad():
+            next(net.parameters()).fill_(float("nan"))
+
+
+def rank_nan(rank: int, overlap: int, bad_worker: int) -> Any:
+    net = model("batchnorm", torch.float32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    said: list[str] = []
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4), overlap=overlap) as local,
+    ):
+        warnings.simplefilter("always")
+        for step in range(1, 17):
+            x, y = batch(rank, step, torch.float32)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), y)
+            loss.backward()
+            local.log(loss=loss)
+            optimizer.step()
+            nan_at(step, rank, bad_worker, net)
+        said = [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
+    state = {k: v.clone() for k, v in net.state_dict().items()}
+    return state, [(r.workers, r.bad_workers) for r in local.records], said, [r.loss for r in local.records]
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+def test_a_worker_that_turns_nan_recovers(overlap: int) -> None:
+    found = run_ranks(rank_nan, 3, overlap, 1)
+    for state, records, _, losses in found:
+        for key, value in state.items():
+            assert torch.isfinite(value).all(), key
+            assert torch.equal(value, found[0][0][key]), key
+        # The NaN comes after step 7; with overlap the snapshot of round 2 is older, and round 3 sees it first.
+        assert [i for i, (_, bad) in enumerate(records) if bad] == [2 if overlap else 1]
+        assert (2, 1) in records
+        assert all(loss is None or loss == loss for loss in losses)
+    assert [len(said) for _, _, said, _ in found] == [0, 1, 0]
+    assert "worker 1: its model was not finite" in found[1][2][0]
+
+
+def test_a_bad_worker_in_a_fleet_takes_the_others_mean_and_fresh_momentum() -> None:
+    fleet = prsgd.Fleet(model(), 3)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1, momentum=0.9)
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2)):
+        for t in range(2):
+            pairs = [batch(w, t) for w in range(3)]
+            optimizer.zero_grad()
+            fleet.backward(nn.functional.cross_entropy, [x for x, _ in pairs], [y for _, y in pairs])
+            if t == 1:
+                # What plain SGD would make of workers 0 and 2.
+                after = []
+                for m in (fleet.modules[0], fleet.modules[2]):
+                    after.append(
+                        torch.cat(
+                            [
+                                (p - 0.1 * (0.9 * optimizer.state[p]["momentum_buffer"] + p.grad)).detach().flatten()
+                                for p in m.parameters()
+                            ]
+                        )
+                    )
+                next(fleet.modules[1].parameters()).grad.fill_(float("inf"))
+                with pytest.warns(RuntimeWarning, match="worker 1"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        torch.testing.assert_close(fleet.rows, ((after[0] + after[1]) / 2).expand(3, -1), rtol=1e-14, atol=1e-15)
+        assert [len(optimizer.state[next(m.parameters())]) > 0 for m in fleet.modules] == [True, False, True]
+
+
+def rank_all_nan(rank: int) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2)):
+        for t in range(4):
+            x, y = batch(rank, t)
+            optimizer.zero_grad()
+            (nn.functional.cross_entropy(net(x), y) * float("nan")).backward()
+            optimizer.step()
+
+
+def test_all_bad_is_an_error_on_all() -> None:
+    for kind, said in try_ranks(rank_all_nan, 2):
+        assert kind == "error"
+        assert said.startswith("DivergedError: round 1: no worker has a finite model left"), said
+
+
+def rank_raises(rank: int, overlap: int, how: str) -> tuple[str, str, float]:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    began = time.monotonic()
+    try:
+        with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4), overlap=overlap):
+            for t in range(10_000):
+                if rank == 1 and t == 7:
+                    if how == "exit":
+                        import os
+
+                        os._exit(3)
+                    raise KeyError("mine")
+                x, y = batch(rank, t)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(x), y).backward()
+                optimizer.step()
+    except (KeyError, prsgd.PeerError) as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "none", "", 0.0
+
+
+@pytest.mark.parametrize("how", ["raise", "exit"])
+@pytest.mark.parametrize("overlap", [0, 1, 4])
+def test_one_rank_fails_and_all_end(overlap: int, how: str) -> None:
+    outcomes = try_ranks(rank_raises, 4, overlap, how, timeout_seconds=30)
+    for rank, (kind, value) in enumerate(outcomes):
+        if rank == 1 and how == "exit":
+            assert (kind, value) == ("died", 3)
+            continue
+        assert kind == "result", outcomes
+        name, said, _ = value
+        if rank == 1:
+            assert (name, said) == ("KeyError", "'mine'")
+        else:
+            assert name == "PeerError"
+            assert f"worker {rank}: a peer failed or left" in said
+            assert said.startswith(("round 2", "round 3"))
+
+
+def rank_late(rank: int) -> str:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    try:
+        with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(1), timeout_seconds=1.0):
+            for t in range(3):
+                if rank == 1 and t == 1:
+                    time.sleep(4)
+                x, y = batch(rank, t)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(x), y).backward()
+                optimizer.step()
+    except prsgd.PeerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def test_the_time_limit_names_round_and_worker() -> None:
+    first, second = run_ranks(rank_late, 2, timeout_seconds=30)
+    assert first == "AverageTimeout: round 2, worker 0: a peer did not come within 1 s"
+    assert second.startswith("PeerError: round 2, worker 1: a peer failed or left")
+
+
+def rank_early(rank: int) -> int:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with prsgd.LocalSGD(
+        net, optimizer, schedule=prsgd.every(10), timeout_seconds=0.5, done_timeout_seconds=30.0
+    ) as local:
+        for t in range(3 if rank == 0 else 5):
+            time.sleep(0.3 * rank)
+            x, y = batch(rank, t)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+    return local.round
+
+
+def test_a_worker_that_is_done_has_its_own_time_limit() -> None:
+    assert run_ranks(rank_early, 2) == [1, 1]
+
+
+def rank_differs(rank: int, what: str) -> str:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 2)]
+    if rank == 2:
+        if what == "shape":
+            layers[1] = nn.Linear(4, 3)
+        elif what == "dtype":
+            layers[1] = nn.Linear(4, 2).double()
+        elif what == "frozen":
+            layers[1].requires_grad_(False)
+        elif what == "more":
+            layers.append(nn.Linear(2, 2))
+    net: nn.Module = nn.Sequential(*layers)
+    if what == "name" and rank == 2:
+        net = nn.Sequential()
+        net.add_module("0", layers[0])
+        net.add_module("head", layers[1])
+    before = [p.clone() for p in net.parameters()]
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    try:
+        averaging = prsgd.mean("steps" if what == "averaging" and rank == 2 else "uniform")
+        overlap = int(what == "overlap" and rank == 2)
+        prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(1), averaging=averaging, overlap=overlap).start()
+    except prsgd.MismatchError as error:
+        assert all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
+        return str(error)
+    return "none"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("shape", "worker 2 has parameter '1.weight' [3, 4] float32, worker 0 has parameter '1.weight' [2, 4] float32"),
+        ("dtype", "worker 2 has parameter '1.weight' [2, 4] float64, worker 0 has parameter '1.weight' [2, 4] float32"),
+        (
+            "name",
+            "worker 2 has parameter 'head.weight' [2, 4] float32, worker 0 has parameter '1.weight' [2, 4] float32",
+        ),
+        ("frozen", "worker 2 has parameter '1.weight' [2, 4] float32 frozen, worker 0 has parameter '1.weight' [2, 4]"),
+        ("more", "worker 2 has parameter '2.weight' [2, 2] float32, worker 0 has optimizer_state 'keep'"),
+        ("averaging", "worker 2 has averaging mean(weights='steps'), worker 0 has averaging mean(weights='uniform')"),
+        ("overlap", "worker 2 has optimizer_state 'keep', overlap 1, sums in float32, worker 0 has"),
+    ],
+)
+def test_models_that_differ_are_named(what: str, said: str) -> None:
+    for text in run_ranks(rank_differs, 3, what):
+        assert said in text
+
+
+def rank_consensus_split(rank: int) -> str:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    try:
+        with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2)) as local:
+            for t in range(4):
+                x, y = batch(rank, t)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(x), y).backward()
+                optimizer.step()
+                if local.step == (3 if rank else 1):
+                    with local.consensus():
+                        pass
+    except prsgd.MismatchError as error:
+        return str(error)
+    return "none"
+
+
+def test_consensus_at_different_steps_is_an_error_on_all() -> None:
+    for said in run_ranks(rank_consensus_split, 3):
+        assert said == (
+            "round 1: 1 workers called consensus() while 2 averaged: call it at the same step on all workers"
+        )
+
+
+def rank_consensus_done(rank: int, overlap: int) -> tuple[Tensor, Tensor]:
+    """Worker 0 has only 3 steps; the others call consensus() at step 7, and it answers."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    seen = torch.zeros(0)
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(5), overlap=overlap) as local:
+        for t in range(3 if rank == 0 else 8):
+            x, y = batch(rank, t)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            if local.step == 7:
+                own = torch.cat([p.detach().flatten() for p in net.parameters()])
+                with local.consensus() as averaged:
+                    seen = torch.cat([p.detach().flatten() for p in averaged.parameters()])
+                assert torch.equal(own, torch.cat([p.detach().flatten() for p in net.parameters()]))
+    return seen, torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_done_workers_answer_consensus(overlap: int) -> None:
+    found = run_ranks(rank_consensus_done, 3, overlap)
+    assert torch.equal(found[1][0], found[2][0])
+    assert found[1][0].numel() > 0
+    for _, final in found:
+        assert torch.equal(final, found[0][1])
+
+
+def test_start_from_worker_0() -> None:
+    found = run_ranks(rank_starts, 3)
+    assert all(torch.equal(f, found[0]) for f in found)
+
+
+def rank_starts(rank: int) -> Tensor:
+    torch.manual_seed(rank)
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    net[0].bias.requires_grad_(False)
+    net[1].running_mean.fill_(rank)
+    if rank == 0:
+        net[0].weight.data = net[0].weight.data.half().float()
+    local = prsgd.LocalSGD(net, torch.optim.SGD(net.parameters(), lr=0.1), schedule=prsgd.every(3))
+    local.start()
+    state = torch.cat([t.detach().flatten().double() for t in net.state_dict().values()])
+    local.finish()
+    return state
