@@ -19,6 +19,7 @@ from prsgd.buffers import Buffers
 from prsgd.comm.base import Communicator, Done, Work
 from prsgd.optimizer_state import OptimizerState
 from prsgd.state import Rows, finite_rows, subtract_from
+from prsgd.worker import Worker
 
 
 @dataclass
@@ -145,6 +146,27 @@ class Hangar:
             for row in (row for ok, rows in zip(finite, zip(snap, extras, buffers)) if not ok for row in rows):
                 row.zero_()
         return Boarding(snap, extras, buffers, flat, tuple(not ok for ok in finite))
+
+    def header(
+        self, boarding: Boarding, workers: Sequence[Worker], numbers: Sums, *, consensus: bool = False
+    ) -> Header:
+        """What travels beside the rows. A worker counts if its model is finite and, once it is done, has news."""
+        at = [(w.steps, w.samples) if consensus else (w.snapped_at, w.snapped_samples) for w in workers]
+        steps = tuple(step - w.seen for (step, _), w in zip(at, workers))
+        counts = tuple(not bad and (not w.done or new > 0) for bad, w, new in zip(boarding.bad, workers, steps))
+        pools = [not bad and step > w.pooled for bad, (step, _), w in zip(boarding.bad, at, workers)]
+        done = sum(w.done for w in workers)
+        return Header(
+            sums=numbers._replace(
+                workers=sum(counts), done=done, bad=sum(boarding.bad), consensus=consensus * (len(workers) - done)
+            ),
+            exact=self.buffers.sums(boarding.buffers, pools),
+            extras=boarding.extras,
+            counts=counts,
+            steps=steps,
+            samples=tuple(samples - w.seen_samples for (_, samples), w in zip(at, workers)),
+            flat=boarding.flat,
+        )
 
     def land(self, i: int, flight: Flight, *, moved: bool, with_buffers: bool) -> None:
         """Move worker i to its target: x_i += target_i - snap_i, or the target itself if it has not moved since."""

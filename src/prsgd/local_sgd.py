@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -30,13 +30,14 @@ from torch.optim import Optimizer
 
 from prsgd import comm as communicators
 from prsgd._check import one_of, positive, whole_number
-from prsgd.averaging.base import Averaging, Header, Landing, Sums
+from prsgd.averaging.base import Averaging, Landing, Sums
 from prsgd.averaging.mean import mean
 from prsgd.comm.base import Communicator
 from prsgd.entering import agree, describe, owners, start_from_worker_0
 from prsgd.errors import DivergedError, MismatchError, PeerError, UsageError
 from prsgd.fleet import Fleet
-from prsgd.flight import Boarding, Flight, Hangar
+from prsgd.flight import Flight, Hangar
+from prsgd.ledger import Ledger
 from prsgd.records import Record
 from prsgd.schedules import Now, Schedule
 from prsgd.state import Rows, trainable
@@ -111,7 +112,6 @@ class LocalSGD:
         else:
             self._comm = communicators.current(timeout_seconds=timeout_seconds)
         self._schedule, self._averaging, self._clock = schedule, averaging or mean(), clock or _wall_clock
-        self._on_record = on_record
         schedule.check(self._comm.num_workers, self._overlap)
         if isinstance(model, Fleet):
             self._models: tuple[nn.Module, ...] = model.modules
@@ -140,16 +140,10 @@ class LocalSGD:
             comm=self._comm,
         )
         self._flight: Flight | None = None
-        self._record: Record | None = None  # of the newest average, incomplete until the next header
-        self._drift = (0.0, 0)
-        self._logs_first: bool | None = None
+        self._ledger = Ledger(self._workers, on_record)
         self._handles: list[Any] = []
         self._phase = "new"
         self._loaded = False
-        self.records: list[Record] = []
-        """The complete ones: that of the newest average comes with the next, or with ``finish``."""
-        self.round = 0
-        """Averages that have landed here."""
 
     # What the user calls
 
@@ -162,6 +156,16 @@ class LocalSGD:
     def steps(self) -> tuple[int, ...]:
         """Steps taken by each hosted worker."""
         return tuple(w.steps for w in self._workers)
+
+    @property
+    def round(self) -> int:
+        """Averages that have landed here."""
+        return self._ledger.round
+
+    @property
+    def records(self) -> list[Record]:
+        """One for each average; the newest one's comes with the next average, or with ``finish``."""
+        return self._ledger.records
 
     def start(self) -> LocalSGD:
         """Check that the workers fit together, start all from worker 0's model (unless a state was loaded), hook in."""
@@ -210,17 +214,7 @@ class LocalSGD:
         next round's record: its own numbers have left by then.)
         """
         self._require_running("log")
-        n = len(self._workers)
-        losses: list[Any] = _per_worker("loss", loss.detach() if isinstance(loss, Tensor) else loss, n)
-        counts = [whole_number("samples", count, at_least=0) for count in _per_worker("samples", samples, n)]
-        if self._logs_first is None:
-            self._logs_first = all(w.steps == 0 for w in self._workers)
-        for w, value, count in zip(self._workers, losses, counts):
-            if w.done or (self._fleet is not None and value is not None and value != value):
-                continue  # a fleet's losses are NaN where a worker was not active
-            in_last_round = w.steps + self._logs_first <= w.opened_at and not w.last_sent
-            (w.last if in_last_round else w.now).add(value, count)
-            w.samples += count
+        self._ledger.log(loss, samples, fleet=self._fleet is not None)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -261,12 +255,8 @@ class LocalSGD:
         if flight is not None:
             self._wait(flight)
         return {
-            "round": self.round,
             "workers": [w.state_dict(self._clock) for w in self._workers],
-            "drift": list(self._drift),
-            "logs_first": self._logs_first,
-            "record": None if self._record is None else asdict(self._record),
-            "last_record": asdict(self.records[-1]) if self.records else None,
+            "ledger": self._ledger.state_dict(),
             "averaging": self._averaging.state_dict(),
             "memory": self._hangar.state_dict(
                 with_snapshots=bool(self._overlap) and (flight is not None or any(w.closed for w in self._workers))
@@ -281,13 +271,10 @@ class LocalSGD:
         ids = [w["id"] for w in state["workers"]]
         if ids != list(self._comm.workers):
             raise ValueError(f"state must be of workers {list(self._comm.workers)}, got {ids}")
-        self.round, self._logs_first = state["round"], state["logs_first"]
-        self._drift = (state["drift"][0], state["drift"][1])
-        self._record = None if state["record"] is None else Record(**state["record"])
-        self.records = [] if state["last_record"] is None else [Record(**state["last_record"])]
+        self._ledger.load_state_dict(state["ledger"])
         self._averaging.load_state_dict(state["averaging"])
         self._hangar.load_state_dict(state["memory"])
-        self._workers = [Worker.from_state(w, self._clock) for w in state["workers"]]
+        self._workers[:] = [Worker.from_state(w, self._clock) for w in state["workers"]]
         if state["flight"] is not None:
             self._flight = Flight.from_state(state["flight"], self._hangar.snapshots())
         self._loaded = True
@@ -388,7 +375,7 @@ class LocalSGD:
             round=w.rounds + 1,
             step=w.steps,
             lr=self._lr(),
-            last=self.records[-1] if self.records else None,
+            last=self._ledger.last,
         )
         w.round = self._schedule.open(now)
         w.rounds += 1
@@ -435,7 +422,7 @@ class LocalSGD:
             w.snapped_at, w.snapped_samples = w.steps, w.samples
             w.period = w.round = None
         boarding = self._hangar.board(capture=done, consensus=False)
-        header = self._header(boarding)
+        header = self._hangar.header(boarding, self._workers, self._ledger.numbers())
         copied = time.perf_counter()
         flight = self._flight = Flight(
             work=self._averaging.launch(self._comm, boarding.snap, header),
@@ -479,7 +466,7 @@ class LocalSGD:
                     f"round {self.round + 1}: no worker has a finite model left to restart from ({sums.bad:g} are not "
                     "finite); lower the lr, or clip gradients"
                 )
-            self._fill_record(sums)
+            self._ledger.complete(sums)
         else:
             flight.to_land.clear()  # another worker's consensus(), which this process only answered
         return landing
@@ -510,10 +497,8 @@ class LocalSGD:
                 w.pooled = w.snapped_at
         if not sums.workers or sums.consensus:  # nobody had anything new, or it was a consensus that we answered
             return
-        self.round += 1
-        self._drift = (flight.drift, flight.drifts)
-        self._record = Record(
-            round=self.round,
+        record = Record(
+            round=self.round + 1,
             step=flight.step,
             period=flight.period,
             overlap=flight.overlap,
@@ -528,6 +513,7 @@ class LocalSGD:
             loss=None,
             samples=0,
         )
+        self._ledger.enter(record, flight.drift, flight.drifts)
 
     def _pools(self, landing: Landing) -> bool:
         """Do buffers ride with it? Not in flight, where a delta could make a variance negative; the last one pools."""
@@ -548,27 +534,27 @@ class LocalSGD:
         if landing.target is not None and landing.target.dim() == 2:
             # Targets differed by worker, so the run ends with one exact mean.
             boarding = self._hangar.board(capture=range(len(self._workers)), consensus=True)
-            header = self._header(boarding)
+            header = self._hangar.header(boarding, self._workers, self._ledger.numbers())
             header = replace(header, counts=tuple(not bad for bad in boarding.bad))
             exact = self._averaging.final(self._comm, boarding.snap, header)
             if exact.target is not None:
                 for i in range(len(self._workers)):
                     self._hangar.rows.replace(i, exact.target)
-        if self._record is not None:
+        if not self._ledger.is_complete:
             numbers = self._hangar.rows
-            sums = torch.tensor(self._numbers(), dtype=numbers.dtype, device=numbers.device)
+            sums = torch.tensor(self._ledger.numbers(), dtype=numbers.dtype, device=numbers.device)
             try:
                 total = self._comm.all_reduce(sums).wait(self._timeout_seconds)
             except PeerError as error:
                 raise self._named(error) from None
-            self._fill_record(Sums(*total.tolist()))
+            self._ledger.complete(Sums(*total.tolist()))
 
     # Smaller parts
 
     def _consensus(self) -> Landing:
         self._check_rows()
         boarding = self._hangar.board(capture=(), consensus=True)
-        header = self._header(boarding, consensus=True)
+        header = self._hangar.header(boarding, self._workers, self._ledger.numbers(), consensus=True)
         try:
             landing = self._averaging.final(self._comm, boarding.snap, header)
         except PeerError as error:
@@ -577,51 +563,6 @@ class LocalSGD:
         if sums.consensus + sums.done < self._comm.num_workers:
             raise MismatchError(self._split_message(sums))
         return landing
-
-    def _header(self, boarding: Boarding, *, consensus: bool = False) -> Header:
-        ws = self._workers
-        at = [(w.steps, w.samples) if consensus else (w.snapped_at, w.snapped_samples) for w in ws]
-        steps = tuple(step - w.seen for (step, _), w in zip(at, ws))
-        counts = tuple(not bad and (not w.done or new > 0) for bad, w, new in zip(boarding.bad, ws, steps))
-        pools = [not bad and step > w.pooled for bad, (step, _), w in zip(boarding.bad, at, ws)]
-        done = sum(w.done for w in ws)
-        return Header(
-            sums=self._numbers()._replace(
-                workers=sum(counts), done=done, bad=sum(boarding.bad), consensus=consensus * (len(ws) - done)
-            ),
-            exact=self._hangar.buffers.sums(boarding.buffers, pools),
-            extras=boarding.extras,
-            counts=counts,
-            steps=steps,
-            samples=tuple(samples - w.seen_samples for (_, samples), w in zip(at, ws)),
-            flat=boarding.flat,
-        )
-
-    def _numbers(self) -> Sums:
-        """The last average's drift and the last round's losses and samples, of the hosted workers."""
-        losses = [w.last.finite_loss() for w in self._workers]
-        return Sums(
-            drift=self._drift[0],
-            drifts=self._drift[1],
-            loss=sum(value for value, _ in losses),
-            losses=sum(count for _, count in losses),
-            samples=sum(w.last.samples for w in self._workers),
-        )
-
-    def _fill_record(self, sums: Sums) -> None:
-        """The numbers of the last average came with this one's header: its record is complete."""
-        if self._record is None:
-            return
-        record = replace(
-            self._record,
-            drift=sums.drift / sums.drifts if sums.drifts else None,
-            loss=sums.loss / sums.losses if sums.losses else None,
-            samples=round(sums.samples),
-        )
-        self._record = None
-        self.records.append(record)
-        if self._on_record is not None:
-            self._on_record(record)
 
     def _wait(self, flight: Flight) -> Landing:
         if flight.landing is None:
@@ -709,13 +650,3 @@ def _skipped(optimizer: Optimizer) -> bool:
     """Does GradScaler skip this step? It calls a fused optimizer's step() all the same, with ``found_inf`` set."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
-
-
-def _per_worker(name: str, value: Any, n: int) -> list[Any]:
-    """One value for each hosted worker: a single one is everybody's."""
-    if value is None or isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
-        return [value] * n
-    values = value.tolist() if isinstance(value, Tensor) else value
-    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != n:
-        raise ValueError(f"{name} must be one number or one per hosted worker ({n}), got {value!r}")
-    return list(values)

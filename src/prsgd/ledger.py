@@ -1,0 +1,110 @@
+"""The books of a run: what workers log, and one record per average.
+
+Numbers that need all processes (drift, mean loss, samples) are summed with the *next* average, so a record stays
+incomplete until that one's header arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch import Tensor
+
+from prsgd._check import whole_number
+from prsgd.averaging.base import Sums
+from prsgd.records import Record
+from prsgd.worker import Worker
+
+
+class Ledger:
+    """The records of this process, and the hosted workers' share in the next one."""
+
+    def __init__(self, workers: Sequence[Worker], on_record: Callable[[Record], None] | None) -> None:
+        self._workers, self._on_record = workers, on_record
+        self.records: list[Record] = []
+        self.round = 0
+        self._incomplete: Record | None = None
+        self._drift = 0.0
+        self._drifts = 0
+        self._logs_first: bool | None = None
+
+    def log(self, loss: float | Tensor | None, samples: int | Sequence[int], *, fleet: bool) -> None:
+        """Add to the round that each worker's step belongs to."""
+        n = len(self._workers)
+        losses = _per_worker("loss", loss.detach() if isinstance(loss, Tensor) else loss, n)
+        counts = [whole_number("samples", count, at_least=0) for count in _per_worker("samples", samples, n)]
+        if self._logs_first is None:
+            self._logs_first = all(w.steps == 0 for w in self._workers)
+        for w, value, count in zip(self._workers, losses, counts):
+            if w.done or (fleet and value is not None and value != value):
+                continue  # a fleet's losses are NaN where a worker was not active
+            in_last_round = w.steps + self._logs_first <= w.opened_at and not w.last_sent
+            (w.last if in_last_round else w.now).add(value, count)
+            w.samples += count
+
+    def numbers(self) -> Sums:
+        """What travels of the last average: the hosted workers' drift, losses and samples."""
+        losses = [w.last.finite_loss() for w in self._workers]
+        return Sums(
+            drift=self._drift,
+            drifts=self._drifts,
+            loss=sum(value for value, _ in losses),
+            losses=sum(count for _, count in losses),
+            samples=sum(w.last.samples for w in self._workers),
+        )
+
+    def enter(self, record: Record, drift: float, drifts: int) -> None:
+        """An average has landed on all hosted workers; their squared distances from it add up to ``drift``."""
+        self.round = record.round
+        self._incomplete, self._drift, self._drifts = record, drift, drifts
+
+    def complete(self, sums: Sums) -> None:
+        """The last average's numbers came with this header."""
+        if self._incomplete is None:
+            return
+        record = replace(
+            self._incomplete,
+            drift=sums.drift / sums.drifts if sums.drifts else None,
+            loss=sums.loss / sums.losses if sums.losses else None,
+            samples=round(sums.samples),
+        )
+        self._incomplete = None
+        self.records.append(record)
+        if self._on_record is not None:
+            self._on_record(record)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._incomplete is None
+
+    @property
+    def last(self) -> Record | None:
+        return self.records[-1] if self.records else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "round": self.round,
+            "drift": self._drift,
+            "drifts": self._drifts,
+            "logs_first": self._logs_first,
+            "incomplete": None if self._incomplete is None else asdict(self._incomplete),
+            "last": None if self.last is None else asdict(self.last),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.round, self._drift, self._drifts = state["round"], state["drift"], state["drifts"]
+        self._logs_first = state["logs_first"]
+        self._incomplete = None if state["incomplete"] is None else Record(**state["incomplete"])
+        self.records = [] if state["last"] is None else [Record(**state["last"])]
+
+
+def _per_worker(name: str, value: Any, n: int) -> list[Any]:
+    """One value for each hosted worker: a single one is everybody's."""
+    if value is None or isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
+        return [value] * n
+    values = value.tolist() if isinstance(value, Tensor) else value
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != n:
+        raise ValueError(f"{name} must be one number or one per hosted worker ({n}), got {value!r}")
+    return list(values)
