@@ -88,7 +88,7 @@ def conclusion(first: Result, last: Result) -> str:
     outcome = f"{abs(points):.1f} points {'higher' if points > 0 else 'lower'}" if points else "the same"
     ratio = first.megabytes / last.megabytes
     return (
-        f"Period {last.period} sent {ratio:.1f} times fewer bytes than period {first.period}; "
+        f"Period {last.period} sent {ratio:.1f} times fewer bytes than period {first.period};\n"
         f"its test accuracy is {outcome}."
     )
 

@@ -15,7 +15,24 @@ from torch.optim import Optimizer
 
 from prsgd.comm.base import Communicator
 from prsgd.errors import MismatchError
-from prsgd.state import Rows
+from prsgd.fleet import Fleet
+from prsgd.state import Rows, trainable
+
+
+def hosted(model: nn.Module | Fleet, comm: Communicator) -> tuple[tuple[nn.Module, ...], Rows]:
+    """The hosted workers' modules and their parameters as rows, or a ValueError."""
+    if isinstance(model, Fleet):
+        models = model.modules
+        rows = Rows([model.named_parameters(w) for w in model.workers], model.rows)
+    elif isinstance(model, nn.Module):
+        models, rows = (model,), Rows([trainable(model)], None)
+    else:
+        raise ValueError(f"model must be an nn.Module or a Fleet, got {model!r}")
+    if len(comm.workers) != len(models):
+        raise ValueError(
+            f"comm hosts {len(comm.workers)} workers in this process, the model is {len(models)}; a Fleet hosts several"
+        )
+    return models, rows
 
 
 def agree(comm: Communicator, entries: Sequence[str], device: torch.device) -> None:

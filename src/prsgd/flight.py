@@ -18,6 +18,7 @@ from prsgd.averaging.base import Header, Landing, Sums
 from prsgd.buffers import Buffers
 from prsgd.comm.base import Communicator, Done, Work
 from prsgd.optimizer_state import OptimizerState
+from prsgd.records import Record
 from prsgd.state import Rows, finite_rows, subtract_from
 from prsgd.worker import Worker
 
@@ -45,6 +46,27 @@ class Flight:
     flight_seconds: float = 0.0
     drift: float = 0.0
     drifts: int = 0
+
+    def record(self, *, round: int, lr: float) -> Record:
+        """What is known of it here; the numbers of all processes come with the next one."""
+        assert self.landing is not None
+        sums = self.landing.header.sums
+        return Record(
+            round=round,
+            step=self.step,
+            period=self.period,
+            overlap=self.overlap,
+            workers=int(sums.workers),
+            bad_workers=int(sums.bad),
+            bytes_sent=self.landing.bytes_sent,
+            wait_seconds=self.wait_seconds,
+            copy_seconds=self.copy_seconds,
+            flight_seconds=self.flight_seconds,
+            lr=lr,
+            drift=None,
+            loss=None,
+            samples=0,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the snapshots, which the Hangar saves; somebody has waited for it."""

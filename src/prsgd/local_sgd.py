@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from types import TracebackType
 from typing import Any
 
@@ -30,17 +30,17 @@ from torch.optim import Optimizer
 
 from prsgd import comm as communicators
 from prsgd._check import one_of, positive, whole_number
-from prsgd.averaging.base import Averaging, Landing, Sums
+from prsgd.averaging.base import Averaging, Landing
 from prsgd.averaging.mean import mean
 from prsgd.comm.base import Communicator
-from prsgd.entering import agree, describe, owners, start_from_worker_0
-from prsgd.errors import DivergedError, MismatchError, PeerError, UsageError
+from prsgd.entering import agree, describe, hosted, owners, start_from_worker_0
+from prsgd.errors import UsageError
 from prsgd.fleet import Fleet
 from prsgd.flight import Flight, Hangar
 from prsgd.ledger import Ledger
 from prsgd.records import Record
 from prsgd.schedules import Now, Schedule
-from prsgd.state import Rows, trainable
+from prsgd.tower import Tower
 from prsgd.worker import Worker
 
 _in_use: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -93,54 +93,40 @@ class LocalSGD:
         done_timeout_seconds: float = 3600.0,
         on_record: Callable[[Record], None] | None = None,
     ) -> None:
-        self._timeout_seconds = positive("timeout_seconds", timeout_seconds)
-        self._done_timeout_seconds = positive("done_timeout_seconds", done_timeout_seconds)
         self._overlap = whole_number("overlap", overlap, at_least=0)
         if isinstance(schedule, type) or not isinstance(schedule, Schedule):
             raise ValueError(f"schedule must be a schedule such as every(8), got {schedule!r}")
         if isinstance(averaging, type) or not isinstance(averaging, Averaging | None):
             raise ValueError(f"averaging must be an averaging such as mean(), got {averaging!r}")
-        one_of("optimizer_state", optimizer_state, ("keep", "average", "reset"))
-        if optimizer_state == "average" and self._overlap > 1:
-            raise ValueError(f'overlap must be 0 or 1 with optimizer_state="average", got {self._overlap}')
+        if one_of("optimizer_state", optimizer_state, ("keep", "average", "reset")) == "average" and overlap > 1:
+            raise ValueError(f'overlap must be 0 or 1 with optimizer_state="average", got {overlap}')
         self._fleet = model if isinstance(model, Fleet) else None
         self._own_comm = comm is None and self._fleet is None
-        if comm is not None:
-            self._comm = comm
-        elif self._fleet is not None:
-            self._comm = self._fleet.comm
-        else:
-            self._comm = communicators.current(timeout_seconds=timeout_seconds)
+        self._comm = comm or (
+            self._fleet.comm if self._fleet else communicators.current(timeout_seconds=timeout_seconds)
+        )
         self._schedule, self._averaging, self._clock = schedule, averaging or mean(), clock or _wall_clock
         schedule.check(self._comm.num_workers, self._overlap)
-        if isinstance(model, Fleet):
-            self._models: tuple[nn.Module, ...] = model.modules
-            rows = Rows([model.named_parameters(w) for w in model.workers], model.rows)
-        elif isinstance(model, nn.Module):
-            self._models = (model,)
-            rows = Rows([trainable(model)], None)
-        else:
-            raise ValueError(f"model must be an nn.Module or a Fleet, got {model!r}")
-        if len(self._comm.workers) != len(self._models):
-            raise ValueError(
-                f"comm hosts {len(self._comm.workers)} workers in this process, the model is {len(self._models)}; "
-                "a Fleet hosts several"
-            )
+        self._models, rows = hosted(model, self._comm)
         self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self._workers = [Worker(id) for id in self._comm.workers]
         self._require_free()
         self._owners = owners(self._optimizers, rows)
         self._stepped: list[set[int]] = [set() for _ in self._workers]
         self._hangar = Hangar(
-            self._models,
-            rows,
-            self._optimizers,
-            optimizer_state=optimizer_state,
-            overlap=self._overlap,
-            comm=self._comm,
+            self._models, rows, self._optimizers, optimizer_state=optimizer_state, overlap=overlap, comm=self._comm
         )
         self._flight: Flight | None = None
         self._ledger = Ledger(self._workers, on_record)
+        self._tower = Tower(
+            self._comm,
+            self._averaging,
+            self._hangar,
+            self._ledger,
+            self._workers,
+            timeout_seconds=positive("timeout_seconds", timeout_seconds),
+            done_timeout_seconds=positive("done_timeout_seconds", done_timeout_seconds),
+        )
         self._handles: list[Any] = []
         self._phase = "new"
         self._loaded = False
@@ -224,7 +210,8 @@ class LocalSGD:
         the user's own module (of a fleet the first hosted one) with other numbers in it.
         """
         self._require_running("consensus")
-        landing = self._consensus()
+        self._check_rows()
+        landing = self._tower.consensus()
         model, rows, buffers = self._models[0], self._hangar.rows, self._hangar.buffers
         own = torch.empty(rows.width, dtype=rows.dtype, device=rows.device)
         rows.pack(0, own)
@@ -253,7 +240,7 @@ class LocalSGD:
             raise UsageError("state_dict() needs start() first")
         flight = self._flight
         if flight is not None:
-            self._wait(flight)
+            self._tower.wait(flight)
         return {
             "workers": [w.state_dict(self._clock) for w in self._workers],
             "ledger": self._ledger.state_dict(),
@@ -414,28 +401,12 @@ class LocalSGD:
 
     def _launch(self) -> Flight:
         """Start the average of all hosted workers' snapshots, and land it on those that do not overlap it."""
-        began = time.perf_counter()
         self._check_rows()
-        done = [i for i, w in enumerate(self._workers) if w.done]
-        for i in done:
-            w = self._workers[i]
-            w.snapped_at, w.snapped_samples = w.steps, w.samples
-            w.period = w.round = None
-        boarding = self._hangar.board(capture=done, consensus=False)
-        header = self._hangar.header(boarding, self._workers, self._ledger.numbers())
-        copied = time.perf_counter()
-        flight = self._flight = Flight(
-            work=self._averaging.launch(self._comm, boarding.snap, header),
-            snap=boarding.snap,
-            counts=header.counts,
-            bad=boarding.bad,
-            to_land=set(range(len(self._workers))),
-            copy_seconds=copied - began,
-        )
+        flight = self._flight = self._tower.launch()
         for w in self._workers:
             w.closed, w.last_sent = False, True
         blocking = [i for i, w in enumerate(self._workers) if w.lands_at == w.steps]
-        if blocking or len(done) == len(self._workers):
+        if blocking or all(w.done for w in self._workers):
             self._land(blocking)
         return flight
 
@@ -443,33 +414,12 @@ class LocalSGD:
         """Alg. 1 line 6, Alg. 2 and 3 line 4: these workers, and those that are done, restart from the average."""
         flight = self._flight
         assert flight is not None
-        landing = self._arrive(flight)
+        landing = self._tower.arrive(flight)
         for i in sorted(flight.to_land):
             if i in places or self._workers[i].done:
                 self._touch_down(i, flight, in_step=in_step and not self._workers[i].done)
         if not flight.to_land:
             self._complete(flight, landing)
-
-    def _arrive(self, flight: Flight) -> Landing:
-        """Wait for an average, and read its header, once."""
-        landing = self._wait(flight)
-        if flight.announced:
-            return landing
-        flight.announced = True
-        sums = landing.header.sums
-        everyone = all(w.done for w in self._workers)
-        if sums.consensus and (not everyone or sums.consensus + sums.done < self._comm.num_workers):
-            raise MismatchError(self._split_message(sums))
-        if not sums.consensus:
-            if sums.bad and not sums.workers:
-                raise DivergedError(
-                    f"round {self.round + 1}: no worker has a finite model left to restart from ({sums.bad:g} are not "
-                    "finite); lower the lr, or clip gradients"
-                )
-            self._ledger.complete(sums)
-        else:
-            flight.to_land.clear()  # another worker's consensus(), which this process only answered
-        return landing
 
     def _touch_down(self, i: int, flight: Flight, *, in_step: bool = False) -> None:
         began = time.perf_counter()
@@ -497,22 +447,7 @@ class LocalSGD:
                 w.pooled = w.snapped_at
         if not sums.workers or sums.consensus:  # nobody had anything new, or it was a consensus that we answered
             return
-        record = Record(
-            round=self.round + 1,
-            step=flight.step,
-            period=flight.period,
-            overlap=flight.overlap,
-            workers=round(sums.workers),
-            bad_workers=round(sums.bad),
-            bytes_sent=landing.bytes_sent,
-            wait_seconds=flight.wait_seconds,
-            copy_seconds=flight.copy_seconds,
-            flight_seconds=flight.flight_seconds,
-            lr=self._lr(),
-            drift=None,
-            loss=None,
-            samples=0,
-        )
+        record = flight.record(round=self.round + 1, lr=self._lr())
         self._ledger.enter(record, flight.drift, flight.drifts)
 
     def _pools(self, landing: Landing) -> bool:
@@ -528,67 +463,12 @@ class LocalSGD:
         for w in self._workers:
             w.closed, w.lands_at = False, None
         while True:
-            landing = self._arrive(self._launch())
-            if landing.header.sums.done == self._comm.num_workers:
+            last = self._tower.arrive(self._launch())
+            if last.header.sums.done == self._comm.num_workers:
                 break
-        if landing.target is not None and landing.target.dim() == 2:
-            # Targets differed by worker, so the run ends with one exact mean.
-            boarding = self._hangar.board(capture=range(len(self._workers)), consensus=True)
-            header = self._hangar.header(boarding, self._workers, self._ledger.numbers())
-            header = replace(header, counts=tuple(not bad for bad in boarding.bad))
-            exact = self._averaging.final(self._comm, boarding.snap, header)
-            if exact.target is not None:
-                for i in range(len(self._workers)):
-                    self._hangar.rows.replace(i, exact.target)
-        if not self._ledger.is_complete:
-            numbers = self._hangar.rows
-            sums = torch.tensor(self._ledger.numbers(), dtype=numbers.dtype, device=numbers.device)
-            try:
-                total = self._comm.all_reduce(sums).wait(self._timeout_seconds)
-            except PeerError as error:
-                raise self._named(error) from None
-            self._ledger.complete(Sums(*total.tolist()))
+        self._tower.end(last)
 
     # Smaller parts
-
-    def _consensus(self) -> Landing:
-        self._check_rows()
-        boarding = self._hangar.board(capture=(), consensus=True)
-        header = self._hangar.header(boarding, self._workers, self._ledger.numbers(), consensus=True)
-        try:
-            landing = self._averaging.final(self._comm, boarding.snap, header)
-        except PeerError as error:
-            raise self._named(error) from None
-        sums = landing.header.sums
-        if sums.consensus + sums.done < self._comm.num_workers:
-            raise MismatchError(self._split_message(sums))
-        return landing
-
-    def _wait(self, flight: Flight) -> Landing:
-        if flight.landing is None:
-            began = time.perf_counter()
-            limit = self._done_timeout_seconds if all(w.done for w in self._workers) else self._timeout_seconds
-            try:
-                flight.landing = flight.work.wait(limit)
-            except PeerError as error:
-                raise self._named(error) from None
-            flight.wait_seconds += time.perf_counter() - began
-            flight.flight_seconds = flight.work.flight_seconds()
-        return flight.landing
-
-    def _named(self, error: PeerError) -> PeerError:
-        return type(error)(f"round {self.round + 1}, {self._who()}: {error}")
-
-    def _who(self) -> str:
-        ids = self._comm.workers
-        return f"worker {ids.start}" if len(ids) == 1 else f"workers {ids.start}-{ids.stop - 1}"
-
-    def _split_message(self, sums: Sums) -> str:
-        averaged = self._comm.num_workers - sums.consensus - sums.done
-        return (
-            f"round {self.round + 1}: {sums.consensus:g} workers called consensus() while {averaged:g} averaged: "
-            "call it at the same step on all workers"
-        )
 
     def _takes_part(self, i: int) -> bool:
         """Is the hosted worker i part of this optimizer.step()? In a fleet: does it run, and has it a gradient?"""

@@ -1,0 +1,135 @@
+"""Launching averages and reading what comes back: the loop's side of the averaging and the communicator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from prsgd.averaging.base import Averaging, Landing, Sums
+from prsgd.comm.base import Communicator
+from prsgd.errors import DivergedError, MismatchError, PeerError
+from prsgd.flight import Flight, Hangar
+from prsgd.ledger import Ledger
+from prsgd.worker import Worker
+
+
+class Tower:
+    """Every collective of a run goes through here; errors leave it with the round and the worker in their message."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        averaging: Averaging,
+        hangar: Hangar,
+        ledger: Ledger,
+        workers: Sequence[Worker],
+        *,
+        timeout_seconds: float,
+        done_timeout_seconds: float,
+    ) -> None:
+        self._comm, self._averaging = comm, averaging
+        self._hangar, self._ledger, self._workers = hangar, ledger, workers
+        self._timeout_seconds, self._done_timeout_seconds = timeout_seconds, done_timeout_seconds
+
+    def launch(self) -> Flight:
+        """Start the average of the hosted workers' snapshots; those that are done have theirs taken now."""
+        began = time.perf_counter()
+        done = [i for i, w in enumerate(self._workers) if w.done]
+        for i in done:
+            w = self._workers[i]
+            w.snapped_at, w.snapped_samples = w.steps, w.samples
+            w.period = w.round = None
+        boarding = self._hangar.board(capture=done, consensus=False)
+        header = self._hangar.header(boarding, self._workers, self._ledger.numbers())
+        copied = time.perf_counter()
+        return Flight(
+            work=self._averaging.launch(self._comm, boarding.snap, header),
+            snap=boarding.snap,
+            counts=header.counts,
+            bad=boarding.bad,
+            to_land=set(range(len(self._workers))),
+            copy_seconds=copied - began,
+        )
+
+    def wait(self, flight: Flight) -> Landing:
+        """What came back, as soon as it is there; its header stays unread."""
+        if flight.landing is None:
+            began = time.perf_counter()
+            limit = self._done_timeout_seconds if self._all_done() else self._timeout_seconds
+            try:
+                flight.landing = flight.work.wait(limit)
+            except PeerError as error:
+                raise self._named(error) from None
+            flight.wait_seconds += time.perf_counter() - began
+            flight.flight_seconds = flight.work.flight_seconds()
+        return flight.landing
+
+    def arrive(self, flight: Flight) -> Landing:
+        """Wait for it, and read its header, once."""
+        landing = self.wait(flight)
+        if flight.announced:
+            return landing
+        flight.announced = True
+        sums = landing.header.sums
+        if sums.consensus:
+            if not self._all_done() or sums.consensus + sums.done < self._comm.num_workers:
+                raise self._split(sums)
+            flight.to_land.clear()  # another worker's consensus(), which this process only answered
+            return landing
+        if sums.bad and not sums.workers:
+            raise DivergedError(
+                f"round {self._ledger.round + 1}: no worker has a finite model left to restart from "
+                f"({sums.bad:g} are not finite); lower the lr, or clip gradients"
+            )
+        self._ledger.complete(sums)
+        return landing
+
+    def consensus(self) -> Landing:
+        """The exact mean of all workers' models as they are now."""
+        boarding = self._hangar.board(capture=(), consensus=True)
+        header = self._hangar.header(boarding, self._workers, self._ledger.numbers(), consensus=True)
+        try:
+            landing = self._averaging.final(self._comm, boarding.snap, header)
+        except PeerError as error:
+            raise self._named(error) from None
+        sums = landing.header.sums
+        if sums.consensus + sums.done < self._comm.num_workers:
+            raise self._split(sums)
+        return landing
+
+    def end(self, last: Landing) -> None:
+        """All workers are done: one exact mean if their targets differed, and the last average's numbers."""
+        try:
+            if last.target is not None and last.target.dim() == 2:
+                boarding = self._hangar.board(capture=(), consensus=True)
+                header = self._hangar.header(boarding, self._workers, self._ledger.numbers())
+                header = replace(header, counts=tuple(not bad for bad in boarding.bad))
+                exact = self._averaging.final(self._comm, boarding.snap, header)
+                if exact.target is not None:
+                    for i in range(len(self._workers)):
+                        self._hangar.rows.replace(i, exact.target)
+            if not self._ledger.is_complete:
+                rows = self._hangar.rows
+                sums = torch.tensor(self._ledger.numbers(), dtype=rows.dtype, device=rows.device)
+                total = self._comm.all_reduce(sums).wait(self._timeout_seconds)
+                self._ledger.complete(Sums(*total.tolist()))
+        except PeerError as error:
+            raise self._named(error) from None
+
+    def _all_done(self) -> bool:
+        return all(w.done for w in self._workers)
+
+    def _named(self, error: PeerError) -> PeerError:
+        ids = self._comm.workers
+        who = f"worker {ids.start}" if len(ids) == 1 else f"workers {ids.start}-{ids.stop - 1}"
+        return type(error)(f"round {self._ledger.round + 1}, {who}: {error}")
+
+    def _split(self, sums: Sums) -> MismatchError:
+        averaged = self._comm.num_workers - sums.consensus - sums.done
+        return MismatchError(
+            f"round {self._ledger.round + 1}: {sums.consensus:g} workers called consensus() while {averaged:g} "
+            "averaged: call it at the same step on all workers"
+        )
