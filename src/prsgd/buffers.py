@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+Home = tuple[nn.Module, str]
+"""A buffer's module and its name there."""
+
 
 class Buffers:
     """Means are averaged, and variances pooled about the pooled mean: mean_i [var_i + (mu_i - mu)^2], mu = mean_i mu_i.
@@ -22,22 +25,26 @@ class Buffers:
 
     def __init__(self, models: Sequence[nn.Module], workers: range, num_workers: int) -> None:
         self._workers, self._num_workers = workers, num_workers
-        self._means: list[list[Tensor]] = []
-        self._variances: list[list[Tensor]] = []
-        self._others: list[list[Tensor]] = []
-        self._counters: list[list[Tensor]] = []
+        # Where the buffers live, not the tensors themselves: a module may be given others.
+        self._means: list[list[Home]] = []
+        self._variances: list[list[Home]] = []
+        self._others: list[list[Home]] = []
+        self._counters: list[list[Home]] = []
         for model in models:
-            norms = [m for m in model.modules() if isinstance(m, _NormBase)]
-            means = [m.running_mean for m in norms if m.running_mean is not None]
-            variances = [m.running_var for m in norms if m.running_var is not None]
-            pooled = {id(t) for t in means + variances}
+            norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+            self._means.append([(m, "running_mean") for m in norms])
+            self._variances.append([(m, "running_var") for m in norms])
+            pooled = {(id(m), key) for m, key in self._means[-1] + self._variances[-1]}
             persistent = model.state_dict(keep_vars=True)
-            rest = [b for name, b in model.named_buffers() if name in persistent and id(b) not in pooled]
-            self._means.append(means)
-            self._variances.append(variances)
-            self._others.append([b for b in rest if b.is_floating_point()])
-            self._counters.append([b for b in rest if b.dim() == 0 and b.dtype == torch.long])
-        self._sizes = [sum(t.numel() for t in ts[0]) for ts in (self._means, self._variances, self._others)]
+            homes = [_home(model, name) for name, _ in model.named_buffers() if name in persistent]
+            rest = [(m, key) for m, key in homes if (id(m), key) not in pooled]
+            self._others.append([home for home in rest if _tensor(home).is_floating_point()])
+            self._counters.append(
+                [home for home in rest if _tensor(home).dim() == 0 and _tensor(home).dtype == torch.long]
+            )
+        self._sizes = [
+            sum(_tensor(home).numel() for home in homes[0]) for homes in (self._means, self._variances, self._others)
+        ]
         self._num_counters = len(self._counters[0])
         self.width = sum(self._sizes)
         self.sum_width = num_workers * self._num_counters + self.width + 1 if self.width + self._num_counters else 0
@@ -46,15 +53,16 @@ class Buffers:
 
     def settle(self, dtype: torch.dtype, device: torch.device) -> None:
         """All workers hold the same buffers now: remember them."""
-        floats = [*self._means[0], *self._variances[0], *self._others[0]]
+        floats = [_tensor(home) for home in (*self._means[0], *self._variances[0], *self._others[0])]
         self._adopted = torch.cat([torch.zeros(0, device=device), *(t.reshape(-1) for t in floats)]).to(dtype)
         self._counted = _stack(self._counters[0], device)
 
     def pack(self, i: int, out: Tensor) -> None:
         """out <- worker i's means, variances about the centre, and other buffers."""
         parts = out.split(self._sizes)
-        for part, tensors in zip(parts, (self._means[i], self._variances[i], self._others[i])):
-            if tensors:
+        for part, homes in zip(parts, (self._means[i], self._variances[i], self._others[i])):
+            if homes:
+                tensors = [_tensor(home) for home in homes]
                 torch._foreach_copy_(_views(part, tensors), tensors)
         parts[1].add_((parts[0] - self._centre()) ** 2)
 
@@ -75,11 +83,12 @@ class Buffers:
     def write(self, i: int, sums: Tensor) -> None:
         """Give worker i what the sum over all workers says."""
         stats, counters = self._pooled(sums)
-        for part, tensors in zip(stats.split(self._sizes), (self._means[i], self._variances[i], self._others[i])):
-            if tensors:
+        for part, homes in zip(stats.split(self._sizes), (self._means[i], self._variances[i], self._others[i])):
+            if homes:
+                tensors = [_tensor(home) for home in homes]
                 torch._foreach_copy_(tensors, _views(part, tensors))
-        for tensor, value in zip(self._counters[i], counters):
-            tensor.copy_(value)
+        for home, value in zip(self._counters[i], counters):
+            _tensor(home).copy_(value)
 
     def adopt(self, sums: Tensor) -> None:
         """All workers have taken it over."""
@@ -87,7 +96,8 @@ class Buffers:
 
     def tensors(self, i: int) -> list[Tensor]:
         """All that ``write`` changes."""
-        return [*self._means[i], *self._variances[i], *self._others[i], *self._counters[i]]
+        homes = (*self._means[i], *self._variances[i], *self._others[i], *self._counters[i])
+        return [_tensor(home) for home in homes]
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"adopted": self._adopted.clone(), "counted": self._counted.clone()}
@@ -110,8 +120,20 @@ class Buffers:
         return torch.cat([means, (variances - (means - self._centre()) ** 2).clamp_min_(0), others]), counters
 
 
-def _stack(counters: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.stack(list(counters)) if counters else torch.empty(0, dtype=torch.long, device=device)
+def _tensor(home: Home) -> Tensor:
+    tensor = home[0]._buffers[home[1]]
+    assert tensor is not None
+    return tensor
+
+
+def _home(model: nn.Module, name: str) -> Home:
+    owner, _, key = name.rpartition(".")
+    return model.get_submodule(owner), key
+
+
+def _stack(counters: Sequence[Home], device: torch.device) -> Tensor:
+    values = [_tensor(home) for home in counters]
+    return torch.stack(values) if values else torch.empty(0, dtype=torch.long, device=device)
 
 
 def _views(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

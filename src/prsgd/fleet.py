@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +18,7 @@ from prsgd._check import one_of, whole_number
 from prsgd.comm.base import Communicator
 from prsgd.errors import UsageError
 from prsgd.state import trainable
-
-LossFn = Callable[[Any, Any], Tensor]
+from prsgd.vectorized import CannotVectorize, LossFn, Vectorized, has_convolutions, suits
 
 
 class Fleet:
@@ -28,6 +28,9 @@ class Fleet:
     numbers, which depend on ``seed`` and the worker's id and not on where it lives. One ordinary optimizer over
     ``parameters()`` steps all of them; a worker that has to wait gets no gradient, so its momentum and weight decay
     stand still.
+
+    ``mode`` is how ``backward`` runs: "loop" over the modules, or "vmap", all at once, which is faster for many small
+    models; "auto" chooses vmap for 8 or more hosted workers without convolutions and random layers.
 
     Put the model on its device and into its dtype first: moving a module later takes it off its row, which the next
     average reports.
@@ -59,11 +62,16 @@ class Fleet:
         if self.comm.num_workers != num_workers:
             raise ValueError(f"num_workers must be that of comm, {self.comm.num_workers}, got {num_workers}")
         self.num_workers, self.workers = num_workers, self.comm.workers
-        self.mode = one_of("mode", mode, ("auto", "loop"))
+        one_of("mode", mode, ("auto", "loop", "vmap"))
         self.modules = tuple(copy.deepcopy(model) for _ in self.workers)
         self._named = [trainable(module) for module in self.modules]
         self.rows = self._move_into_rows()
         """(n, P): row i is the model of hosted worker i."""
+        self.mode = mode if mode != "auto" else "vmap" if suits(model, len(self.workers)) else "loop"
+        """How ``backward`` runs: "loop" or "vmap". The two differ in the last bit, so a checkpoint holds it."""
+        self._chosen_by_us = mode == "auto"
+        self._vectorized = Vectorized(self.modules, self._named, self.rows) if self.mode == "vmap" else None
+        self._channels_last = has_convolutions(model)
         self.idle: set[int] = set()
         """Workers that wait for others in this round; kept by LocalSGD."""
         self.stopped: set[int] = set()
@@ -90,15 +98,40 @@ class Fleet:
         for name, batch in (("x", x), ("y", y)):
             if len(batch) != n:
                 raise ValueError(f"{name} must have one entry per hosted worker: {n}, got {len(batch)}")
-        losses: list[Tensor | None] = [None] * n
-        for worker in self.active:
-            i = worker - self.workers.start
-            with self.random(worker):
-                loss = loss_fn(self.modules[i](x[i]), y[i])
+        places = [w - self.workers.start for w in self.active]
+        losses = self.rows.new_full((n,), float("nan"))
+        if places:
+            found = self._backward_vmap(loss_fn, x, y, places) if self._vectorized is not None else None
+            if found is None:
+                found = self._backward_loop(loss_fn, x, y, places)
+            losses[places] = found.to(losses.dtype)
+        return losses
+
+    def _backward_loop(self, loss_fn: LossFn, x: Any, y: Any, places: Sequence[int]) -> Tensor:
+        losses = []
+        for i in places:
+            inputs = x[i]
+            if self._channels_last and isinstance(inputs, Tensor) and inputs.dim() == 4:
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
+            with self.random(self.workers[i]):
+                loss = loss_fn(self.modules[i](inputs), y[i])
                 loss.backward()
-            losses[i] = loss.detach()
-        missing = self.rows.new_full((), float("nan"))
-        return torch.stack([missing if loss is None else loss for loss in losses])
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    def _backward_vmap(self, loss_fn: LossFn, x: Any, y: Any, places: Sequence[int]) -> Tensor | None:
+        """None: vmap cannot do this and the loop is to do it, which is said if it was not the user's choice."""
+        assert self._vectorized is not None
+        try:
+            return self._vectorized.backward(loss_fn, x, y, places)
+        except CannotVectorize as problem:
+            if not self._chosen_by_us:
+                raise ValueError(f'mode="vmap" cannot run this model and loss, use mode="loop": {problem}') from problem
+            self.mode, self._vectorized = "loop", None
+            warnings.warn(
+                f"the fleet runs its workers in a loop, since vmap cannot: {problem}", UserWarning, stacklevel=3
+            )
+            return None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale each active worker's gradient to at most ``max_norm``; returns the norms (n,), NaN where inactive."""
@@ -159,7 +192,8 @@ class Fleet:
         """Continue from ``state``, which was saved with the same workers in this process."""
         if state["workers"] != list(self.workers):
             raise ValueError(f"state must be of workers {list(self.workers)}, got {state['workers']}")
-        self.mode = one_of("mode", state["mode"], ("auto", "loop"))
+        self.mode = one_of("mode", state["mode"], ("loop", "vmap"))
+        self._vectorized = Vectorized(self.modules, self._named, self.rows) if self.mode == "vmap" else None
         self.stopped = set(state["stopped"])
         self._random = [[t.clone() for t in s] for s in state["random"]]
         for module, saved in zip(self.modules, state["modules"]):

@@ -1,0 +1,133 @@
+"""All hosted workers' losses and gradients at once, by ``torch.func.vmap`` over the fleet's rows.
+
+Worth it for many small models, where a loop spends its time starting kernels; convolutions lose by it. The results are
+those of the loop to rounding, BatchNorm statistics included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import Parameter
+
+FEWEST = 8
+"""Hosted workers from which vmap is chosen: for fewer there is little to gain, and the loop gives the last bit of
+the run with a process for each worker."""
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+class CannotVectorize(Exception):  # noqa: N818 - not an error: the loop takes over
+    """vmap does not take this model, loss or batch."""
+
+
+def suits(model: nn.Module, num_hosted: int) -> bool:
+    """Is vmap the better choice? By structure: not for convolutions, recurrences or random layers."""
+    slow = (_ConvNd, _DropoutNd, nn.RNNBase, nn.RReLU, nn.MultiheadAttention)
+    return num_hosted >= FEWEST and not any(isinstance(m, slow) for m in model.modules())
+
+
+class Vectorized:
+    """A fleet's modules seen as one: parameter k of all workers is a view (n, ...) of the rows."""
+
+    def __init__(self, modules: Sequence[nn.Module], named: Sequence[Mapping[str, Parameter]], rows: Tensor) -> None:
+        self._modules, self._named = modules, named
+        first = named[0]
+        parts = rows.split([p.numel() for p in first.values()], dim=1)
+        self._parameters = {
+            name: part.as_strided((len(rows), *p.shape), (rows.stride(0), *p.stride()), part.storage_offset())
+            for (name, p), part in zip(first.items(), parts)
+        }
+        self._buffers = {name: self._stack(name) for name, _ in modules[0].named_buffers()}
+        self._unused: frozenset[str] | None = None
+
+    def backward(self, loss_fn: LossFn, x: Any, y: Any, places: Sequence[int]) -> Tensor:
+        """Add the gradients of the workers at ``places`` to their parameters' ``.grad``; returns their losses."""
+        everyone = len(places) == len(self._modules)
+        chosen = slice(None) if everyone else list(places)
+        xs, ys = (self._batch(batch, places) for batch in (x, y))
+        unused = self._unused_parameters(loss_fn, xs[0], ys[0])
+        self._check_buffers()
+        parameters = {k: v[chosen] for k, v in self._parameters.items()}
+        trained = {k: v for k, v in parameters.items() if k not in unused}
+        constant = {k: v for k, v in parameters.items() if k in unused}
+        before = {k: v[chosen].clone() for k, v in self._buffers.items()}
+        buffers = self._buffers if everyone else {k: v.clone() for k, v in before.items()}
+
+        def loss(trained: dict[str, Tensor], rest: dict[str, Tensor], x: Any, y: Any) -> Tensor:
+            return loss_fn(functional_call(self._modules[0], {**trained, **rest}, (x,)), y)
+
+        try:
+            gradients, losses = vmap(grad_and_value(loss))(trained, {**constant, **buffers}, xs, ys)
+        except Exception as error:  # of any kind: whatever vmap has no rule for
+            for name, value in before.items():
+                self._buffers[name][chosen] = value
+            raise CannotVectorize(str(error).strip().splitlines()[0] if str(error).strip() else repr(error)) from error
+        if not everyone:
+            for name, value in buffers.items():
+                self._buffers[name][chosen] = value
+        for name, gradient in gradients.items():
+            for place, part in zip(places, gradient.unbind(0)):
+                p = self._named[place][name]
+                if p.grad is None:
+                    p.grad = part
+                else:
+                    p.grad += part
+        found: Tensor = losses.detach()
+        return found
+
+    def _batch(self, batch: Any, places: Sequence[int]) -> Tensor:
+        if isinstance(batch, Tensor):
+            return batch if len(places) == len(batch) else batch[list(places)]
+        entries = [batch[i] for i in places]
+        if not all(isinstance(e, Tensor) and e.shape == entries[0].shape for e in entries):
+            raise CannotVectorize("the workers' batches are not tensors of one shape")
+        return torch.stack(entries)
+
+    def _unused_parameters(self, loss_fn: LossFn, x: Tensor, y: Tensor) -> frozenset[str]:
+        """Parameters that the loss does not depend on: the loop leaves their ``.grad`` None, vmap would make it zero.
+
+        Found once, by one worker's ordinary backward pass, which also shows the user's own mistakes as they are.
+        """
+        if self._unused is None:
+            model = self._modules[0]
+            leaves = {k: v[0].detach().clone().requires_grad_() for k, v in self._parameters.items()}
+            buffers = {k: v.clone() for k, v in model.named_buffers()}
+            with torch.random.fork_rng(devices=[]):
+                loss = loss_fn(functional_call(model, {**leaves, **buffers}, (x,)), y)
+                found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            self._unused = frozenset(k for k, g in zip(leaves, found) if g is None)
+        return self._unused
+
+    def _stack(self, name: str) -> Tensor:
+        """All workers' buffers of a name in one tensor, of which each module's own becomes a view."""
+        owner, _, leaf = name.rpartition(".")
+        modules = [module.get_submodule(owner) for module in self._modules]
+        stacked = torch.stack([m._buffers[leaf] for m in modules])  # type: ignore[misc]  # it has this buffer
+        for m, part in zip(modules, stacked.unbind(0)):
+            m._buffers[leaf] = part
+        return stacked
+
+    def _check_buffers(self) -> None:
+        """Follow buffers that were replaced, as by ``module.running_mean = ...``."""
+        for name, stacked in self._buffers.items():
+            place = stacked.data_ptr()
+            if any(
+                m.get_buffer(name).data_ptr() != place + i * _bytes(stacked[0]) for i, m in enumerate(self._modules)
+            ):
+                self._buffers[name] = self._stack(name)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def has_convolutions(model: nn.Module) -> bool:
+    """Two-dimensional ones, which are faster on channels_last inputs."""
+    return any(isinstance(m, nn.Conv2d) for m in model.modules())

@@ -1,0 +1,225 @@
+"""The fleet by vmap against the fleet by loop: the same to rounding, whatever the model, the schedule and who waits."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import prsgd
+from tests.problems import batch, model, train_fleet
+
+cross_entropy = nn.functional.cross_entropy
+SCHEDULES: list[dict[str, Any]] = [
+    {"schedule": prsgd.every(4)},
+    {"schedule": prsgd.every(4), "overlap": 2},
+    {"schedule": prsgd.growing(lr_scale=0.05)},
+    {"schedule": prsgd.per_worker([5, 1, 3, 2]), "overlap": 1},
+    {"schedule": prsgd.once()},
+]
+
+
+def train(mode: str, kind: str, num_steps: list[int], **options: Any) -> tuple[prsgd.Fleet, prsgd.LocalSGD]:
+    fleet = prsgd.Fleet(model(kind), len(num_steps), mode=mode)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+    taken = dict.fromkeys(fleet.workers, 0)
+    with prsgd.LocalSGD(fleet, optimizer, **options) as local:
+        while fleet.active:
+            active = fleet.active
+            pairs = [batch(w, taken[w]) for w in fleet.workers]
+            optimizer.zero_grad()
+            fleet.backward(cross_entropy, torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs]))
+            optimizer.step()
+            for worker in active:
+                taken[worker] += 1
+                if taken[worker] == num_steps[worker]:
+                    fleet.stop(worker)
+    return fleet, local
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@pytest.mark.parametrize("kind", ["mlp", "batchnorm"])
+def test_vmap_is_the_loop_to_rounding(kind: str, options: dict[str, Any]) -> None:
+    num_steps = [11, 11, 6, 11]
+    fast, fast_run = train("vmap", kind, num_steps, **options)
+    slow, slow_run = train("loop", kind, num_steps, **options)
+    assert (fast.mode, slow.mode) == ("vmap", "loop")
+    torch.testing.assert_close(fast.rows, slow.rows, rtol=1e-11, atol=1e-13)
+    for a, b in zip(fast.modules, slow.modules):
+        for (name, mine), theirs in zip(a.named_buffers(), b.buffers()):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13, msg=name)
+    assert fast_run.steps == slow_run.steps == (11, 11, 6, 11)
+    assert [r.drift for r in fast_run.records] == pytest.approx([r.drift for r in slow_run.records], rel=1e-9)
+
+
+def test_losses_and_accumulated_gradients() -> None:
+    fleets = [prsgd.Fleet(model("batchnorm"), 3, mode=mode) for mode in ("vmap", "loop")]
+    pairs = [batch(w, 0) for w in range(3)]
+    x, y = torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+    for fleet in fleets:
+        fleet.stop(1)
+    losses = [fleet.backward(cross_entropy, x, y) + fleet.backward(cross_entropy, x, y) for fleet in fleets]
+    assert torch.isnan(losses[0]).tolist() == [False, True, False]
+    torch.testing.assert_close(losses[0], losses[1], equal_nan=True)
+    for a, b in zip(fleets[0].parameters(), fleets[1].parameters()):
+        assert (a.grad is None) == (b.grad is None)
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-14)
+            assert a.grad.stride() == a.stride()
+    norms = [fleet.clip_grad_norm_(0.1) for fleet in fleets]
+    torch.testing.assert_close(norms[0], norms[1], equal_nan=True)
+    clipped = torch.cat([p.grad.flatten() for p in fleets[0].modules[2].parameters() if p.grad is not None])
+    assert clipped.norm().item() == pytest.approx(0.1)
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(6, 3)
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+def test_parameters_without_gradient_stay_without() -> None:
+    fleet = prsgd.Fleet(Unused().double(), 2, mode="vmap")
+    pairs = [batch(w, 0) for w in range(2)]
+    fleet.backward(cross_entropy, torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs]))
+    assert [p.grad is None for p in fleet.parameters()] == [False, False, True, True] * 2
+
+
+@pytest.mark.parametrize(
+    ("net", "num_workers", "mode"),
+    [
+        (nn.Linear(4, 2), 8, "vmap"),
+        (nn.Linear(4, 2), 7, "loop"),
+        (nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), 8, "vmap"),
+        (nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.1)), 8, "loop"),
+        (nn.Conv2d(1, 1, 3), 8, "loop"),
+    ],
+)
+def test_the_choice_goes_by_structure(net: nn.Module, num_workers: int, mode: str) -> None:
+    assert prsgd.Fleet(net, num_workers).mode == mode
+    assert prsgd.Fleet(net, num_workers, mode="loop").mode == "loop"
+    assert prsgd.Fleet(net, num_workers, mode="vmap").mode == "vmap"
+
+
+class Branching(nn.Module):
+    """Control flow that depends on the data, which vmap cannot take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.linear(x if x.sum() > 0 else -x)  # type: ignore[no-any-return]
+
+
+class Counting(nn.Module):
+    """Changes a tensor in place that is no buffer, and so one for all workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.seen = torch.zeros(3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        self.seen += out.detach().mean(0)
+        return out
+
+
+@pytest.mark.parametrize("kind", [Branching, Counting])
+def test_what_vmap_cannot_take(kind: type[nn.Module]) -> None:
+    pairs = [batch(w, 0) for w in range(8)]
+    x, y = torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+    torch.manual_seed(0)
+    net = kind().double()
+    ours = prsgd.Fleet(net, 8)
+    assert ours.mode == "vmap"
+    with pytest.warns(UserWarning, match="the fleet runs its workers in a loop, since vmap cannot: "):
+        losses = ours.backward(cross_entropy, x, y)
+    assert ours.mode == "loop"
+    loop = prsgd.Fleet(net, 8, mode="loop")
+    assert torch.equal(losses, loop.backward(cross_entropy, x, y))
+    for a, b in zip(ours.modules, loop.modules):  # the failed attempt left no trace
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(a.parameters(), b.parameters()))  # type: ignore[arg-type]
+        assert all(torch.equal(p, q) for p, q in zip(a.buffers(), b.buffers()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.backward(cross_entropy, x, y)
+    theirs = prsgd.Fleet(net, 8, mode="vmap")
+    with pytest.raises(ValueError, match='mode="vmap" cannot run this model and loss, use mode="loop": '):
+        theirs.backward(cross_entropy, x, y)
+
+
+def test_a_mistake_in_the_loss_is_shown_as_it_is() -> None:
+    def wrong(output: Tensor, y: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    fleet = prsgd.Fleet(model(), 8)
+    with pytest.raises(KeyError, match="mine"):
+        fleet.backward(wrong, torch.zeros(8, 4, 6).double(), torch.zeros(8, 4).long())
+    assert fleet.mode == "vmap"
+
+
+def test_the_mode_is_in_the_checkpoint() -> None:
+    state = prsgd.Fleet(model("batchnorm"), 8).state_dict()
+    assert state["mode"] == "vmap"
+    other = prsgd.Fleet(model("batchnorm"), 8, mode="loop")
+    other.load_state_dict(state)
+    assert other.mode == "vmap"
+    pairs = [batch(w, 0) for w in range(8)]
+    other.backward(cross_entropy, torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs]))
+    assert [int(m[1].num_batches_tracked) for m in other.modules] == [1] * 8
+
+
+def test_replaced_buffers_are_followed() -> None:
+    fleet = prsgd.Fleet(model("batchnorm"), 2, mode="vmap")
+    fleet.modules[1][1].running_mean = torch.full((5,), 7.0, dtype=torch.float64)
+    pairs = [batch(w, 0) for w in range(2)]
+    fleet.backward(cross_entropy, torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs]))
+    means = [m[1].running_mean.mean().item() for m in fleet.modules]
+    assert means[1] > 5 > means[0]
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_buffers_replaced_during_a_run_are_pooled(mode: str) -> None:
+    fleet = prsgd.Fleet(model("batchnorm"), 2, mode=mode)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2)):
+        for t in range(2):
+            fleet.modules[1][1].running_mean = torch.full((5,), 7.0, dtype=torch.float64)
+            pairs = [batch(w, t) for w in range(2)]
+            optimizer.zero_grad()
+            fleet.backward(cross_entropy, torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs]))
+            optimizer.step()
+        means = [m[1].running_mean.mean().item() for m in fleet.modules]
+        assert means[0] == means[1]
+        assert 2.5 < means[0] < 4
+
+
+def test_a_thousand_workers() -> None:
+    rows, local, fleet = train_fleet([3] * 1024, schedule=prsgd.every(2), dtype=torch.float32)
+    assert fleet.mode == "vmap"
+    assert len(local.records) == 2
+    assert torch.equal(rows, rows[0].expand_as(rows))
+
+
+def test_channels_last_inputs_for_convolutions() -> None:
+    seen = []
+
+    class Watching(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.is_contiguous(memory_format=torch.channels_last))
+            return super().forward(x).mean((1, 2, 3))
+
+    fleet = prsgd.Fleet(Watching(3, 4, 3), 2)
+    fleet.backward(lambda out, _: out.sum(), torch.randn(2, 5, 3, 8, 8), [None, None])
+    assert seen == [True, True]
