@@ -38,20 +38,24 @@ def use(comm: prsgd.Communicator) -> dict[str, Any]:
         "all_gather": gathered.wait(30),
         "broadcast": cast.wait(30),
         "exchange": [receive[((w - 1) % n, w)] for w in hosted],
-        "bytes": [reduced.bytes_sent, gathered.bytes_sent, exchanged.bytes_sent],
+        "bytes": [(reduced.bytes_sent, reduced.server_bytes_sent), gathered.bytes_sent, exchanged.bytes_sent],
         "in_place": reduced.wait() is total and reduced.flight_seconds() >= 0,
     }
     comm.close()
     return result
 
 
-def rank_use(rank: int, num_workers: int) -> dict[str, Any]:
-    return use(current(num_workers))
+def rank_use(rank: int, num_workers: int, shape: str) -> dict[str, Any]:
+    return use(prsgd.TorchDistributed(num_workers=num_workers, shape=shape))
 
 
+@pytest.mark.parametrize("shape", ["all-reduce", "parameter-server"])
 @pytest.mark.parametrize(("num_workers", "processes"), [(4, 1), (4, 4), (4, 2), (5, 2), (3, 2)])
-def test_contract(num_workers: int, processes: int) -> None:
-    found = [use(prsgd.InProcess(num_workers))] if processes == 1 else run_ranks(rank_use, processes, num_workers)
+def test_contract(num_workers: int, processes: int, shape: str) -> None:
+    if processes == 1:
+        found = [use(prsgd.InProcess(num_workers, shape=shape))]
+    else:
+        found = run_ranks(rank_use, processes, num_workers, shape)
     assert [w for f in found for w in f["workers"]] == list(range(num_workers))
     everyone = torch.stack([row(w, 2) for w in range(num_workers)])
     for f in found:
@@ -62,8 +66,14 @@ def test_contract(num_workers: int, processes: int) -> None:
         assert f["broadcast"].tolist() == [float(last_host["workers"][0])] * 3
         for worker, got in zip(f["workers"], f["exchange"]):
             assert torch.equal(got, row((worker - 1) % num_workers).reshape(-1))
-        ring = round(2 * (num_workers - 1) / num_workers * 16)
-        assert f["bytes"] == [ring, 32 * (num_workers - 1), 16]
+        ring = (round(2 * (num_workers - 1) / num_workers * 16), 0)
+        summed = ring if shape == "all-reduce" else (16, 16 * (num_workers - 1))
+        assert f["bytes"] == [summed, 32 * (num_workers - 1), 16]
+
+
+def test_shape() -> None:
+    with pytest.raises(ValueError, match="shape must be one of 'all-reduce', 'parameter-server', got 'ring'"):
+        prsgd.InProcess(2, shape="ring")
 
 
 def rank_subgroup(rank: int) -> Any:

@@ -207,3 +207,25 @@ def test_plain_models_under_gloo_equal_the_fleet() -> None:
             assert torch.equal(weights, rows[worker]), name
             for mine, theirs in zip(said, numbers(local), strict=True):
                 assert mine == pytest.approx(theirs, rel=1e-12), name  # drift: tensor by tensor, or the row at once
+
+
+def rank_shape(rank: int, shape: str, overlap: int) -> tuple[Tensor, list[tuple[int, int]]]:
+    comm = prsgd.TorchDistributed(shape=shape)
+    weights, local, _ = train_model(rank, 11, schedule=prsgd.every(3), overlap=overlap, comm=comm)
+    return weights, [(r.bytes_sent, r.server_bytes_sent) for r in local.records]
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_the_parameter_server_gives_the_same_model(overlap: int) -> None:
+    rings = run_ranks(rank_shape, 2, "all-reduce", overlap)
+    stars = run_ranks(rank_shape, 2, "parameter-server", overlap)
+    for (ring, ring_bytes), (star, star_bytes) in zip(rings, stars):
+        assert torch.equal(ring, star)
+        row_bytes = star_bytes[0][0]
+        assert set(star_bytes) == {(row_bytes, row_bytes)}
+        assert set(ring_bytes) == {(row_bytes, 0)}  # two workers in a ring send a row each
+    three = [run_ranks(rank_shape, 3, shape, overlap) for shape in ("all-reduce", "parameter-server")]
+    for (ring, _), (star, star_bytes) in zip(*three):
+        torch.testing.assert_close(ring, star, rtol=1e-13, atol=1e-15)
+        assert torch.equal(star, three[1][0][0])
+        assert star_bytes[0][1] == 2 * star_bytes[0][0]

@@ -130,12 +130,13 @@ def test_all_bad_is_an_error_on_all() -> None:
         assert said.startswith("DivergedError: round 1: no worker has a finite model left"), said
 
 
-def rank_raises(rank: int, overlap: int, how: str) -> tuple[str, str, float]:
+def rank_raises(rank: int, overlap: int, how: str, shape: str) -> tuple[str, str, float]:
+    comm = prsgd.TorchDistributed(shape=shape)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     began = time.monotonic()
     try:
-        with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4), overlap=overlap):
+        with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4), overlap=overlap, comm=comm):
             for t in range(10_000):
                 if rank == 1 and t == 7:
                     if how == "exit":
@@ -153,9 +154,11 @@ def rank_raises(rank: int, overlap: int, how: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("how", ["raise", "exit"])
-@pytest.mark.parametrize("overlap", [0, 1, 4])
-def test_one_rank_fails_and_all_end(overlap: int, how: str) -> None:
-    outcomes = try_ranks(rank_raises, 4, overlap, how, timeout_seconds=30)
+@pytest.mark.parametrize(
+    ("overlap", "shape"), [(0, "all-reduce"), (1, "all-reduce"), (4, "all-reduce"), (1, "parameter-server")]
+)
+def test_one_rank_fails_and_all_end(overlap: int, shape: str, how: str) -> None:
+    outcomes = try_ranks(rank_raises, 4, overlap, how, shape, timeout_seconds=30)
     for rank, (kind, value) in enumerate(outcomes):
         if rank == 1 and how == "exit":
             assert (kind, value) == ("died", 3)

@@ -35,7 +35,7 @@ def test_using_it_imports_no_plotting() -> None:
 ORDER = [
     "errors", "_check", "records", "schedules", "worker", "comm", "averaging", "state", "buffers",
     "optimizer_state", "vectorized", "fleet", "entering", "ledger", "flight", "tower",
-    "local_sgd", "tasks",
+    "local_sgd", "launching", "tasks",
 ]  # fmt: skip
 
 

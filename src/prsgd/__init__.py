@@ -12,8 +12,17 @@ if TYPE_CHECKING:
     from prsgd.comm.in_process import InProcess
     from prsgd.comm.joining import init
     from prsgd.comm.torch_distributed import TorchDistributed
-    from prsgd.errors import AverageTimeout, DivergedError, MismatchError, PeerError, PrsgdError, UsageError
+    from prsgd.errors import (
+        AverageTimeout,
+        DivergedError,
+        LaunchError,
+        MismatchError,
+        PeerError,
+        PrsgdError,
+        UsageError,
+    )
     from prsgd.fleet import Fleet
+    from prsgd.launching import launch
     from prsgd.local_sgd import LocalSGD
     from prsgd.records import Record
     from prsgd.schedules import Now, Round, Schedule, every, growing, once, per_worker
@@ -30,6 +39,7 @@ _HOME = {
     "Header": "averaging.base",
     "InProcess": "comm.in_process",
     "Landing": "averaging.base",
+    "LaunchError": "errors",
     "LocalSGD": "local_sgd",
     "MismatchError": "errors",
     "Now": "schedules",
@@ -44,6 +54,7 @@ _HOME = {
     "every": "schedules",
     "growing": "schedules",
     "init": "comm.joining",
+    "launch": "launching",
     "mean": "averaging.mean",
     "once": "schedules",
     "per_worker": "schedules",
@@ -58,6 +69,7 @@ __all__ = [
     "Header",
     "InProcess",
     "Landing",
+    "LaunchError",
     "LocalSGD",
     "MismatchError",
     "Now",
@@ -72,6 +84,7 @@ __all__ = [
     "every",
     "growing",
     "init",
+    "launch",
     "mean",
     "once",
     "per_worker",

@@ -4,6 +4,7 @@
     ├── UsageError       (RuntimeError)     called at the wrong moment: before start, after finish, ...
     ├── MismatchError    (ValueError)       the workers' models or calls do not fit together
     ├── DivergedError    (ArithmeticError)  no worker has a finite model left
+    ├── LaunchError      (RuntimeError)     a process that launch() started failed
     └── PeerError        (RuntimeError)     another process failed or left
         └── AverageTimeout (TimeoutError)   another process did not come to the average in time
 
@@ -27,6 +28,10 @@ class MismatchError(PrsgdError, ValueError):
 
 class DivergedError(PrsgdError, ArithmeticError):
     """Every worker's model is NaN or infinite, so there is nothing to restart from."""
+
+
+class LaunchError(PrsgdError, RuntimeError):
+    """A process that ``launch`` started raised, exited or was killed; the message has its traceback."""
 
 
 class PeerError(PrsgdError, RuntimeError):

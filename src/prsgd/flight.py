@@ -59,6 +59,7 @@ class Flight:
             workers=int(sums.workers),
             bad_workers=int(sums.bad),
             bytes_sent=self.landing.bytes_sent,
+            server_bytes_sent=self.landing.server_bytes_sent,
             wait_seconds=self.wait_seconds,
             copy_seconds=self.copy_seconds,
             flight_seconds=self.flight_seconds,
@@ -79,7 +80,7 @@ class Flight:
             "extras": header.extras.clone(),
             "exact": header.exact.clone(),
             "sums": list(header.sums),
-            "bytes_sent": self.landing.bytes_sent,
+            "bytes_sent": [self.landing.bytes_sent, self.landing.server_bytes_sent],
         }
 
     @staticmethod
@@ -87,7 +88,7 @@ class Flight:
         fields = dict(state)
         header = Header(Sums(*fields.pop("sums")), fields.pop("exact").clone(), fields.pop("extras").clone())
         target = fields.pop("target")
-        landing = Landing(None if target is None else target.clone(), header, fields.pop("bytes_sent"))
+        landing = Landing(None if target is None else target.clone(), header, *fields.pop("bytes_sent"))
         fields["to_land"] = set(fields["to_land"])
         fields["counts"], fields["bad"] = tuple(fields["counts"]), tuple(fields["bad"])
         return Flight(work=Done(landing), snap=snap, landing=landing, **fields)

@@ -30,6 +30,8 @@ class Record:
     """How many were left out because their models were not finite."""
     bytes_sent: int
     """Per worker."""
+    server_bytes_sent: int
+    """By the parameter server, where there is one."""
     wait_seconds: float
     """Blocked, waiting for the others and the transfer."""
     copy_seconds: float

@@ -74,6 +74,8 @@ class Landing:
     header: Header
     bytes_sent: int
     """Per worker."""
+    server_bytes_sent: int = 0
+    """By a parameter server, where there is one."""
 
 
 @runtime_checkable

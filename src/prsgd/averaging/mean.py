@@ -46,11 +46,9 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
         def landing(_: Tensor) -> Landing:
             landed = header.landed(extras, tail)
             weight = landed.sums.weight
-            if not weight:
-                return Landing(None, landed, work.bytes_sent)
-            if weight != 1:
+            if weight not in (0, 1):
                 flat[: num_params + num_extras].div_(weight)
-            return Landing(row, landed, work.bytes_sent)
+            return Landing(row if weight else None, landed, work.bytes_sent, work.server_bytes_sent)
 
         return Then(work, landing)
 

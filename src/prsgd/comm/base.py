@@ -23,6 +23,8 @@ class Work(Protocol[T]):
 
     bytes_sent: int
     """What one worker puts on the wire for it, were every worker its own process."""
+    server_bytes_sent: int
+    """What the parameter server sends, where there is one."""
 
     def wait(self, timeout_seconds: float | None = None) -> T:
         """The result, as soon as it is there. Raises PeerError, or AverageTimeout after ``timeout_seconds``."""
@@ -36,21 +38,22 @@ class Work(Protocol[T]):
 class Done(Generic[T]):
     """Work that was finished at once."""
 
-    def __init__(self, result: T, *, bytes_sent: int = 0, flight_seconds: float = 0.0) -> None:
-        self._result, self.bytes_sent, self._flight_seconds = result, bytes_sent, flight_seconds
+    def __init__(self, result: T, *, bytes_sent: int = 0, server_bytes_sent: int = 0) -> None:
+        self._result, self.bytes_sent, self.server_bytes_sent = result, bytes_sent, server_bytes_sent
 
     def wait(self, timeout_seconds: float | None = None) -> T:
         return self._result
 
     def flight_seconds(self) -> float:
-        return self._flight_seconds
+        return 0.0
 
 
 class Then(Generic[S, T]):
     """Work whose result is made from another's, once that one is there."""
 
     def __init__(self, work: Work[S], make: Callable[[S], T]) -> None:
-        self._work, self._make, self.bytes_sent = work, make, work.bytes_sent
+        self._work, self._make = work, make
+        self.bytes_sent, self.server_bytes_sent = work.bytes_sent, work.server_bytes_sent
 
     def wait(self, timeout_seconds: float | None = None) -> T:
         return self._make(self._work.wait(timeout_seconds))
@@ -87,13 +90,22 @@ class Communicator(Protocol):
         ...
 
 
-def all_reduce_bytes(num_workers: int, num_bytes: int) -> int:
-    """What each of N workers sends when N of them sum ``num_bytes`` bytes in a ring: 2 (N - 1) / N of them.
+SHAPES = ("all-reduce", "parameter-server")
+"""How a sum is formed: by all workers in a ring, or collected at worker 0 and sent back."""
 
-    >>> all_reduce_bytes(8, 1000)
-    1750
+
+def bytes_of_sum(shape: str, num_workers: int, num_bytes: int) -> tuple[int, int]:
+    """What each of N workers sends, and the server besides, to sum ``num_bytes`` bytes.
+
+    In a ring each worker sends 2 (N - 1) / N of them. Through a parameter server each sends them once, and the server
+    sends the sum to each; it is worker 0, which sends itself nothing.
+
+    >>> bytes_of_sum("all-reduce", 8, 1000), bytes_of_sum("parameter-server", 8, 1000)
+    ((1750, 0), (1000, 7000))
     """
-    return round(2 * (num_workers - 1) * num_bytes / num_workers)
+    if shape == "all-reduce" or num_workers == 1:
+        return round(2 * (num_workers - 1) * num_bytes / num_workers), 0
+    return num_bytes, (num_workers - 1) * num_bytes
 
 
 def hosted_range(num_workers: int, num_processes: int, process: int) -> range:

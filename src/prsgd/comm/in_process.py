@@ -6,18 +6,19 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from prsgd._check import whole_number
-from prsgd.comm.base import Communicator, Done, Route, Work, all_reduce_bytes
+from prsgd._check import one_of, whole_number
+from prsgd.comm.base import SHAPES, Communicator, Done, Route, Work, bytes_of_sum
 
 
 class InProcess(Communicator):
-    """N workers that live here: nothing travels, and the bytes are counted as if it did.
+    """N workers that live here: nothing travels, and the bytes are counted as if it did, in the given shape.
 
     >>> InProcess(4).workers
     range(0, 4)
     """
 
-    def __init__(self, num_workers: int = 1) -> None:
+    def __init__(self, num_workers: int = 1, *, shape: str = "all-reduce") -> None:
+        self.shape = one_of("shape", shape, SHAPES)
         self.num_workers = whole_number("num_workers", num_workers, at_least=1)
         self.workers = range(self.num_workers)
 
@@ -25,7 +26,8 @@ class InProcess(Communicator):
         return f"InProcess({self.num_workers})"
 
     def all_reduce(self, flat: Tensor) -> Work[Tensor]:
-        return Done(flat, bytes_sent=all_reduce_bytes(self.num_workers, flat.numel() * flat.element_size()))
+        sent, by_server = bytes_of_sum(self.shape, self.num_workers, flat.numel() * flat.element_size())
+        return Done(flat, bytes_sent=sent, server_bytes_sent=by_server)
 
     def all_gather(self, payload: Tensor) -> Work[Tensor]:
         row_bytes = payload[0].numel() * payload.element_size()

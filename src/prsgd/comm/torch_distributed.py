@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
 from datetime import timedelta
+from queue import Queue
 from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prsgd._check import positive, whole_number
-from prsgd.comm.base import Communicator, Route, Then, Work, all_reduce_bytes, hosted_range
+from prsgd._check import one_of, positive, whole_number
+from prsgd.comm.base import SHAPES, Communicator, Route, Then, Work, bytes_of_sum, hosted_range
 from prsgd.errors import AverageTimeout, PeerError, UsageError
 
 T = TypeVar("T")
@@ -24,6 +27,9 @@ class TorchDistributed(Communicator):
 
     All traffic goes through a group of our own over the same ranks, made at the first call: it has its own time
     limit, and closing it makes the peers fail without touching the user's group.
+
+    ``shape="parameter-server"`` collects a sum at the process of worker 0, which needs a second row for it, and sends
+    it back from there, as the paper describes; "all-reduce" needs no server.
     """
 
     def __init__(
@@ -31,8 +37,10 @@ class TorchDistributed(Communicator):
         group: dist.ProcessGroup | None = None,
         *,
         num_workers: int | None = None,
+        shape: str = "all-reduce",
         timeout_seconds: float = 600.0,
     ) -> None:
+        self.shape = one_of("shape", shape, SHAPES)
         self._ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._process = dist.get_rank(group)
         if self._process < 0:
@@ -50,14 +58,21 @@ class TorchDistributed(Communicator):
         self._parent = group
         self._group: dist.ProcessGroup | None = None
         self._closed = False
-        self._newest: dist.Work | None = None
+        self._newest: dist.Work | Future[None] | None = None
+        self._errands = _Errands()
+        self._calls = 0
 
     def __repr__(self) -> str:
         return f"process {self._process} of {len(self._ranks)}"
 
     def all_reduce(self, flat: Tensor) -> Work[Tensor]:
+        sent, by_server = bytes_of_sum(self.shape, self.num_workers, _num_bytes(flat))
+        if self.shape == "parameter-server" and len(self._ranks) > 1:
+            tag = self._next_tag()
+            future = self._start(lambda group: self._errands.run(lambda: self._through_server(flat, group, tag)))
+            return _Errand(future, flat, sent, by_server, self._timeout_seconds)
         work = self._start(lambda group: dist.all_reduce(flat, group=group, async_op=True))
-        return _Pending(work, flat, all_reduce_bytes(self.num_workers, _num_bytes(flat)), self._timeout_seconds)
+        return _Pending(work, flat, sent, self._timeout_seconds, server_bytes_sent=by_server)
 
     def all_gather(self, payload: Tensor) -> Work[Tensor]:
         # The collective needs rows of equal number, and processes may host one worker more or less.
@@ -71,17 +86,19 @@ class TorchDistributed(Communicator):
         return Then(pending, lambda parts: torch.cat([p[: len(b)] for p, b in zip(parts, self._blocks)]))
 
     def exchange(self, send: Mapping[Route, Tensor], receive: Mapping[Route, Tensor]) -> Work[None]:
+        tag = self._next_tag()
+
         def start(group: dist.ProcessGroup) -> list[dist.Work]:
             works = []
-            # Both ends walk the routes in one order, so that messages between two processes match without tags.
+            # Both ends walk the routes in one order, so that messages between two processes match.
             for route in sorted(set(send) | set(receive)):
                 source, target = (self._host(worker) for worker in route)
                 if source == target:
                     receive[route].copy_(send[route])
                 elif source == self._process:
-                    works.append(dist.isend(send[route], self._ranks[target], group=group))
+                    works.append(dist.isend(send[route], self._ranks[target], group=group, tag=tag))
                 else:
-                    works.append(dist.irecv(receive[route], self._ranks[source], group=group))
+                    works.append(dist.irecv(receive[route], self._ranks[source], group=group, tag=tag))
             return [w for w in works if w is not None]
 
         works = self._start(start)
@@ -99,7 +116,7 @@ class TorchDistributed(Communicator):
         newest, self._newest = self._newest, None
         if group is None or not dist.is_initialized():
             return
-        if newest is None or newest.is_completed():
+        if newest is None or (newest.done() if isinstance(newest, Future) else newest.is_completed()):
             dist.destroy_process_group(group)
         else:
             # Dropping a gloo group joins the thread of a transfer under way, which ends only when the peers come or
@@ -107,6 +124,24 @@ class TorchDistributed(Communicator):
             holder = [group]
             del group, newest
             threading.Thread(target=lambda: dist.destroy_process_group(holder.pop()), daemon=True).start()
+
+    def _through_server(self, flat: Tensor, group: dist.ProcessGroup, tag: int) -> None:
+        server, others = self._ranks[0], self._ranks[1:]
+        if self._process:
+            dist.send(flat, server, group=group, tag=tag)
+            dist.recv(flat, server, group=group, tag=tag)
+            return
+        received = torch.empty_like(flat)
+        for rank in others:
+            dist.recv(received, rank, group=group, tag=tag)
+            flat += received
+        for rank in others:
+            dist.send(flat, rank, group=group, tag=tag)
+
+    def _next_tag(self) -> int:
+        """Calls are made in the same order everywhere, so counting them keeps their messages apart; nccl has no tags."""
+        self._calls += 1
+        return self._calls if dist.get_backend(self._parent) == "gloo" else 0
 
     def _host(self, worker: int) -> int:
         return next(p for p, block in enumerate(self._blocks) if worker in block)
@@ -120,7 +155,7 @@ class TorchDistributed(Communicator):
             started = launch(self._group)
         except (RuntimeError, dist.DistError) as error:
             raise PeerError(f"{self}: a peer failed or left ({_first_line(error)})") from None
-        self._newest = started if isinstance(started, dist.Work) else None
+        self._newest = started if isinstance(started, dist.Work | Future) else None
         return started
 
     def _own_group(self) -> dist.ProcessGroup:
@@ -138,9 +173,12 @@ class TorchDistributed(Communicator):
 class _Pending(Generic[T]):
     """A torch.distributed operation under way."""
 
-    def __init__(self, work: dist.Work, result: T, bytes_sent: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, work: dist.Work, result: T, bytes_sent: int, timeout_seconds: float, *, server_bytes_sent: int = 0
+    ) -> None:
         self._work: dist.Work | None = work
-        self._result, self.bytes_sent, self._timeout_seconds = result, bytes_sent, timeout_seconds
+        self._result, self._timeout_seconds = result, timeout_seconds
+        self.bytes_sent, self.server_bytes_sent = bytes_sent, server_bytes_sent
         self._started = time.perf_counter()
         self._finished: float | None = None
         if result is not None:  # a send or receive has no future to tell when it was over
@@ -155,10 +193,7 @@ class _Pending(Generic[T]):
             try:
                 self._work.wait(timedelta(seconds=limit))
             except RuntimeError as error:
-                message = _first_line(error)
-                if "timed out" in message.lower():
-                    raise AverageTimeout(f"a peer did not come within {limit:g} s") from None
-                raise PeerError(f"a peer failed or left ({message})") from None
+                raise _translated(error, limit) from None
             finally:
                 self._work = None  # it holds the connections open, and a traceback would hold it
         return self._result
@@ -167,7 +202,65 @@ class _Pending(Generic[T]):
         return (self._finished or time.perf_counter()) - self._started
 
 
+class _Errands:
+    """Runs calls one after another in a thread of its own, so that a sum through a server can travel beside steps."""
+
+    def __init__(self) -> None:
+        self._queue: Queue[tuple[Callable[[], None], Future[None]]] = Queue()
+        self._thread: threading.Thread | None = None
+
+    def run(self, call: Callable[[], None]) -> Future[None]:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+        future: Future[None] = Future()
+        self._queue.put((call, future))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            call, future = self._queue.get()
+            try:
+                call()
+            except BaseException as error:
+                future.set_exception(RuntimeError(str(error)))
+            else:
+                future.set_result(None)
+            del call, future  # they hold the connections open
+
+
+class _Errand(Generic[T]):
+    """A sum through the parameter server under way."""
+
+    def __init__(
+        self, future: Future[None], result: T, bytes_sent: int, server_bytes_sent: int, timeout_seconds: float
+    ) -> None:
+        self._future, self._result, self._timeout_seconds = future, result, timeout_seconds
+        self.bytes_sent, self.server_bytes_sent = bytes_sent, server_bytes_sent
+        self._started = time.perf_counter()
+        self._finished: float | None = None
+        future.add_done_callback(self._stamp)
+
+    def _stamp(self, _: object) -> None:
+        self._finished = time.perf_counter()
+
+    def wait(self, timeout_seconds: float | None = None) -> T:
+        limit = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        try:
+            self._future.result(limit)
+        except (TimeoutError, FutureTimeoutError):
+            raise AverageTimeout(f"a peer did not come within {limit:g} s") from None
+        except RuntimeError as error:
+            raise _translated(error, limit) from None
+        return self._result
+
+    def flight_seconds(self) -> float:
+        return (self._finished or time.perf_counter()) - self._started
+
+
 class _PendingAll:
+    server_bytes_sent = 0
+
     def __init__(self, works: list[_Pending[None]], bytes_sent: int) -> None:
         self._works, self.bytes_sent = works, bytes_sent
 
@@ -181,6 +274,13 @@ class _PendingAll:
 
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _translated(error: RuntimeError, limit: float) -> PeerError:
+    message = _first_line(error)
+    if "timed out" in message.lower():
+        return AverageTimeout(f"a peer did not come within {limit:g} s")
+    return PeerError(f"a peer failed or left ({message})")
 
 
 def _first_line(error: BaseException) -> str:

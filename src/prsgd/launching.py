@@ -1,0 +1,213 @@
+"""Starting the ranks of a job on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, Generic, TypeVar
+
+from prsgd._check import whole_number
+from prsgd.errors import LaunchError
+
+R = TypeVar("R")
+
+GRACE_SECONDS = 2.0
+"""How long the other ranks may take to end by themselves once one has failed: their own errors come too late to
+matter, but what they print on the way out may help."""
+
+
+def launch(fn: Callable[..., R], *, processes: int, args: Sequence[Any] = (), threads: int = 1) -> list[R]:
+    """Run ``fn(*args)`` in ``processes`` new processes of one torch.distributed job, and return what each returned.
+
+    ``prsgd.init()`` has been called in each, so a ``Fleet(model, num_workers=N)`` made there hosts its share of the
+    N workers. Each process uses ``threads`` threads. If one raises, exits or is killed, the others are ended and a
+    ``LaunchError`` tells what happened to the first one, with its traceback. Ctrl-C ends all of them. ``fn`` must be a
+    function at the top level of a module, since it is sent to the new processes by name, and ``args`` and results
+    must be such that pickle takes them.
+
+        def train(epochs):
+            fleet = prsgd.Fleet(model, num_workers=8)
+            ...
+
+        if __name__ == "__main__":
+            prsgd.launch(train, processes=2, args=(10,))
+    """
+    processes = whole_number("processes", processes, at_least=1)
+    threads = whole_number("threads", threads, at_least=1)
+    job = pickle.dumps((_importable(fn), tuple(args), threads))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        store = _serve(listener.detach(), port, processes)
+    ranks = [_start(rank, processes, port, job) for rank in range(processes)]
+    try:
+        return _collect(ranks)
+    finally:
+        _end(ranks)
+        del store
+
+
+@dataclass(frozen=True)
+class _Rank(Generic[R]):
+    process: SpawnProcess
+    outcome: Connection
+    """Its result, or its traceback."""
+    lifeline: Connection
+    """Our end: when this process is gone, however it went, the rank sees it close and ends."""
+
+
+def _serve(fd: int, port: int, processes: int) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's own export list
+
+    return TCPStore(
+        "127.0.0.1", port, processes, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=fd
+    )
+
+
+def _importable(fn: Callable[..., R]) -> Callable[..., R]:
+    name = getattr(fn, "__qualname__", repr(fn))
+    main = sys.modules["__main__"]
+    if getattr(fn, "__module__", None) == "__main__" and getattr(main, "__file__", None) is None:
+        raise ValueError(
+            f"fn must be importable in a new process, {name} was typed into an interpreter: put it in a file"
+        )
+    try:
+        pickle.dumps(fn)
+    except Exception as error:
+        raise ValueError(f"fn must be a function at the top level of a module, got {name} ({error})") from None
+    return fn
+
+
+def _start(rank: int, processes: int, port: int, job: bytes) -> _Rank[Any]:
+    context = multiprocessing.get_context("spawn")
+    outcome, send = context.Pipe(duplex=False)
+    hold, lifeline = context.Pipe(duplex=False)
+    process = context.Process(target=_main, args=(rank, processes, port, job, send, hold), name=f"prsgd rank {rank}")
+    process.start()
+    send.close()
+    hold.close()
+    return _Rank(process, outcome, lifeline)
+
+
+def _collect(ranks: Sequence[_Rank[R]]) -> list[R]:
+    """Wait for all results, or raise for the first rank that fails."""
+    results: dict[int, R] = {}
+    waiting = {rank.outcome: number for number, rank in enumerate(ranks)}
+    while waiting:
+        for ready in wait(list(waiting)):
+            number = waiting.pop(ready)  # type: ignore[call-overload]  # all are Connections
+            results[number] = _result(number, ranks)
+    return [results[number] for number in range(len(ranks))]
+
+
+def _result(number: int, ranks: Sequence[_Rank[R]]) -> R:
+    rank = ranks[number]
+    try:
+        ok, value = pickle.loads(rank.outcome.recv_bytes())
+    except EOFError:
+        raise LaunchError(_death(number, ranks)) from None
+    if ok:
+        return value  # type: ignore[no-any-return]  # what the rank's fn returned
+    first, text = _earliest(number, value, ranks)
+    raise LaunchError(f"rank {first} of {len(ranks)} failed:\n\n{text}")
+
+
+def _death(number: int, ranks: Sequence[_Rank[Any]]) -> str:
+    process = ranks[number].process
+    process.join(5)
+    code = process.exitcode
+    how = f"exited with code {code}"
+    if code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    return f"rank {number} of {len(ranks)} {how} before its function returned"
+
+
+def _earliest(number: int, failure: tuple[float, bool, str], ranks: Sequence[_Rank[Any]]) -> tuple[int, str]:
+    """Of the ranks that failed, the one to show: a rank that lost a peer is the victim of another one's failure."""
+    found = {number: failure}
+    deadline = time.monotonic() + GRACE_SECONDS
+    others = {rank.outcome: other for other, rank in enumerate(ranks) if other != number}
+    while failure[1] and others and (left := deadline - time.monotonic()) > 0:
+        for ready in wait(list(others), left):
+            other = others.pop(ready)  # type: ignore[call-overload]  # all are Connections
+            try:
+                ok, value = pickle.loads(ranks[other].outcome.recv_bytes())
+            except EOFError:
+                raise LaunchError(_death(other, ranks)) from None
+            if not ok:
+                found[other] = value
+                if not value[1]:
+                    return other, value[2]
+    first = min(found, key=lambda other: (found[other][1], found[other][0]))
+    return first, found[first][2]
+
+
+def _end(ranks: Sequence[_Rank[Any]]) -> None:
+    """Leave no rank behind: those that have not ended are told to, and killed if they do not."""
+    for rank in ranks:
+        rank.lifeline.close()
+    for stop in (None, SpawnProcess.terminate, SpawnProcess.kill):
+        for rank in ranks:
+            if stop is not None and rank.process.is_alive():
+                stop(rank.process)
+        deadline = time.monotonic() + 1.0
+        for rank in ranks:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+    for rank in ranks:
+        rank.process.close()
+        rank.outcome.close()
+
+
+def _main(rank: int, processes: int, port: int, job: bytes, send: Connection, hold: Connection) -> None:
+    """A rank's whole life."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends its ranks
+    threading.Thread(target=_watch, args=(hold,), daemon=True).start()
+    fn, args, threads = pickle.loads(job)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(processes),
+        LOCAL_WORLD_SIZE=str(processes),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent serves the store
+        OMP_NUM_THREADS=str(threads),
+    )
+    import torch
+
+    from prsgd.comm.joining import init
+    from prsgd.errors import PeerError
+
+    torch.set_num_threads(threads)
+    try:
+        init()
+        outcome = pickle.dumps((True, fn(*args)))
+    except BaseException as error:
+        text = traceback.format_exc()
+        outcome = pickle.dumps((False, (time.time(), isinstance(error, PeerError), text)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    send.send_bytes(outcome)
+    send.close()
+    os._exit(0)  # no goodbye: tearing down a group whose peers have left can hang
+
+
+def _watch(hold: Connection) -> None:
+    """End this rank when its parent is gone."""
+    try:
+        hold.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)
