@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import prsgd
+from prsgd.data import Shards
 from prsgd.tasks import digits
 
 NUM_WORKERS = 8
@@ -57,17 +58,12 @@ def train(data: digits.Digits, *, period: int, epochs: int, batch_size: int = 8,
     torch.manual_seed(0)
     fleet = prsgd.Fleet(digits.mlp(), NUM_WORKERS)
     optimizer = torch.optim.SGD(fleet.parameters(), lr=lr, momentum=0.9)
-    order = torch.Generator().manual_seed(0)
-    shard_size = len(data.train_x) // NUM_WORKERS
+    shards = Shards(data.train_x, data.train_y, num_workers=NUM_WORKERS, batch_size=batch_size)
     with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(period)) as local:
-        for _ in range(epochs):
-            # One permutation for all; every worker takes its own equal part of it.
-            permutation = torch.randperm(len(data.train_x), generator=order)
-            shards = permutation[: NUM_WORKERS * shard_size].view(NUM_WORKERS, shard_size)
-            for start in range(0, shard_size - batch_size + 1, batch_size):
-                batch = shards[:, start : start + batch_size]  # (worker, sample)
+        for epoch in range(epochs):
+            for x, y in shards.epoch(epoch):  # (worker, sample, ...)
                 optimizer.zero_grad()
-                fleet.backward(cross_entropy, data.train_x[batch], data.train_y[batch])
+                fleet.backward(cross_entropy, x, y)
                 optimizer.step()
     loss, accuracy = evaluate(fleet.modules[0], data)  # all workers ended with the same model
     sent_bytes = sum(record.bytes_sent for record in local.records)

@@ -33,7 +33,7 @@ def test_using_it_imports_no_plotting() -> None:
 
 # Data flow one way (DESIGN §4): a module may import from its own layer's left only.
 ORDER = [
-    "errors", "_check", "records", "schedules", "worker", "comm", "averaging", "state", "buffers",
+    "errors", "_check", "data", "records", "schedules", "worker", "comm", "averaging", "state", "buffers",
     "optimizer_state", "vectorized", "fleet", "entering", "ledger", "flight", "tower",
     "local_sgd", "launching", "tasks",
 ]  # fmt: skip

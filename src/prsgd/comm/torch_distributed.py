@@ -139,7 +139,7 @@ class TorchDistributed(Communicator):
             dist.send(flat, rank, group=group, tag=tag)
 
     def _next_tag(self) -> int:
-        """Calls are made in the same order everywhere, so counting them keeps their messages apart; nccl has no tags."""
+        """Calls come in the same order everywhere, so counting them keeps messages apart; nccl has no tags."""
         self._calls += 1
         return self._calls if dist.get_backend(self._parent) == "gloo" else 0
 
