@@ -271,8 +271,49 @@ def test_a_fleet_moved_off_its_rows(move: Any) -> None:
     fleet.backward(itself, [0.0, 0.0], [0.0, 0.0])
     with pytest.raises(prsgd.UsageError, match="parameter 'x' of worker 1 was moved off the fleet's rows"):
         optimizer.step()
-    with pytest.raises(prsgd.UsageError, match="moved off"):
+    with pytest.raises(prsgd.UsageError, match=r"finish\(\) after the run failed"):
         local.finish()
+
+
+def test_a_run_that_failed_does_not_end_in_silence() -> None:
+    net = model()
+    optimizer = sgd(net)
+
+    def refuse(_: prsgd.Record) -> None:
+        raise KeyError("mine")
+
+    def run() -> None:
+        with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(1), on_record=refuse):
+            step(net, optimizer)
+            with pytest.raises(KeyError, match="mine"):
+                step(net, optimizer)
+            step(net, optimizer)  # not hooked any more
+
+    with pytest.raises(prsgd.UsageError, match=r"finish\(\) after the run failed"):
+        run()
+
+
+def test_parameters_added_during_a_run() -> None:
+    net = model()
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1)
+
+    def run() -> None:
+        with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(1)):
+            step(net, optimizer)
+            net[0].requires_grad_(True)
+            optimizer.add_param_group({"params": net[0].parameters()})
+            step(net, optimizer)
+
+    with pytest.raises(prsgd.UsageError, match="the optimizer's parameters changed during the run"):
+        run()
+
+
+def test_optimizer_state_that_cannot_be_averaged() -> None:
+    net = model()
+    optimizer = torch.optim.Adafactor(net.parameters())
+    with pytest.raises(ValueError, match=r"Adafactor keeps '.*' of shape .* for a parameter of shape"):
+        prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4), optimizer_state="average")
 
 
 def test_fleet() -> None:

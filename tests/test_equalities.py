@@ -179,12 +179,16 @@ def test_four_workers_in_processes_equal_the_simulation_to_rounding(processes: i
     cases = cases_for(4)
     by_rank = run_ranks(rank_fleet, processes, num_steps, list(cases.values()))
     for place, (name, case) in enumerate(cases.items()):
-        rows, local, _ = train_fleet(num_steps, **case)
+        rows, local, fleet = train_fleet(num_steps, **case)
         got = torch.cat([found[place][0] for found in by_rank])
         torch.testing.assert_close(got, rows, rtol=1e-12, atol=1e-14, msg=name)
         assert torch.equal(got, got[0].expand_as(got)), name
+        for (key, value), mine in zip(
+            fleet.modules[0].named_buffers(), by_rank[-1][place][1][-1].values(), strict=True
+        ):
+            torch.testing.assert_close(mine, value, rtol=1e-12, atol=1e-14, msg=f"{name} {key}")
         for found in by_rank:
-            for mine, theirs in zip(found[place][2], numbers(local)):
+            for mine, theirs in zip(found[place][2], numbers(local), strict=True):
                 assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-15), name
 
 

@@ -34,6 +34,51 @@ def test_a_step_that_gradscaler_skips_is_no_step(fused: bool, overlap: int) -> N
     assert [r.step for r in local.records] == ([2, 4] if overlap == 0 else [2, 4, 4])
 
 
+def test_a_fleet_can_be_trained_again() -> None:
+    fleet = prsgd.Fleet(Point(8.0), 2)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.5)
+    for _ in range(2):
+        with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2)) as local:
+            while fleet.active:
+                optimizer.zero_grad()
+                fleet.backward(itself, [0.0, 0.0], [0.0, 0.0])
+                optimizer.step()
+                if local.step == 3:
+                    fleet.stop(0)
+                    fleet.stop(1)
+        assert (local.steps, local.round) == ((3, 3), 2)
+    assert fleet.rows.flatten().tolist() == [0.125, 0.125]
+
+
+def test_losses_that_are_not_finite_are_left_out() -> None:
+    nan = float("nan")
+    net = Point(8.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4)) as local:
+        for loss in (1.0, nan, torch.tensor(3.0), torch.tensor(float("inf"))):
+            optimizer.zero_grad()
+            net(0.0).backward()
+            local.log(loss=loss, samples=5)
+            optimizer.step()
+    assert [(r.loss, r.samples) for r in local.records] == [(2.0, 20)]
+
+
+def test_a_scalar_of_samples_counts_for_workers_that_take_part() -> None:
+    fleet = prsgd.Fleet(Point(8.0), 2)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.5)
+    for before in (True, False):
+        with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.per_worker([3, 1])) as local:
+            for _ in range(3):
+                optimizer.zero_grad()
+                losses = fleet.backward(itself, [0.0, 0.0], [0.0, 0.0])
+                if before:
+                    local.log(loss=losses, samples=10)
+                optimizer.step()
+                if not before:
+                    local.log(loss=losses, samples=10)
+        assert [r.samples for r in local.records] == [40]
+
+
 def test_a_fleet_worker_without_gradient_takes_no_step() -> None:
     fleet = prsgd.Fleet(Point(8.0), 2)
     optimizer = torch.optim.SGD(fleet.parameters(), lr=0.5, momentum=0.9)
@@ -80,6 +125,28 @@ def test_several_optimizers_step_once_each() -> None:
             optimizers[1].step()
             assert local.step == t + 1
     assert [r.step for r in local.records] == [2, 4, 4]
+
+
+def test_several_optimizers_of_which_one_is_skipped() -> None:
+    """The step is over with the last optimizer, whatever the first one skips; nothing of the first one's is lost."""
+    for skipped in (0, 1):
+        fleet = prsgd.Fleet(nn.Sequential(Point(8.0), Point(8.0)), 2)
+        optimizers = [torch.optim.SGD([m[k].x for m in fleet.modules], lr=0.5) for k in (0, 1)]
+        with prsgd.LocalSGD(fleet, optimizers, schedule=prsgd.every(1)) as local:
+            for iteration in range(3):
+                for m, target in zip(fleet.modules, (0.0, 4.0)):
+                    for point in m.children():
+                        point.x.grad = point.x.detach() - target
+                for k, optimizer in enumerate(optimizers):
+                    if not (iteration == 1 and k == skipped):
+                        optimizer.step()
+                if iteration == 1 and skipped == 1:  # the last one skipped: no step yet, and no average
+                    assert not torch.equal(fleet.rows[0], fleet.rows[1])
+                else:
+                    assert torch.equal(fleet.rows[0], fleet.rows[1])
+        assert local.step == (3 if skipped == 0 else 2)
+        # The optimizer that was not skipped took 3 steps towards the mean target 2, the other 2 of them.
+        assert fleet.rows[0].tolist()[1 - skipped] == pytest.approx(2 + 6 / 8, abs=0.3)
 
 
 def test_an_optimizer_per_hosted_worker() -> None:

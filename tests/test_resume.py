@@ -43,15 +43,12 @@ def run(options: dict[str, Any], steps: int, stop_at: int | None = None, kind: s
         if tick == stop_at:
             saved = pickle.dumps((fleet.state_dict(), optimizer.state_dict(), local.state_dict()))
             records += local.records
-            # The old objects go on, to show that what was saved is a copy.
-            old = (fleet, optimizer, local)
             fleet, optimizer, local = build()
             fleet_state, optimizer_state, local_state = pickle.loads(saved)
             fleet.load_state_dict(fleet_state)
             optimizer.load_state_dict(optimizer_state)
             local.load_state_dict(copy.deepcopy(local_state))
             local.start()
-            del old
         active = fleet.active
         pairs = [batch(w, taken[w]) for w in fleet.workers]
         optimizer.zero_grad()

@@ -139,11 +139,62 @@ def test_adam_state_averages() -> None:
         for _ in range(3):
             optimizer.zero_grad()
             fleet.backward(nn.functional.mse_loss, torch.randn(2, 4, 3).double(), torch.randn(2, 4, 1).double())
+            gradients = [m.weight.grad.clone() for m in fleet.modules]
             optimizer.step()
             before.append([optimizer.state[m.weight]["exp_avg"].clone() for m in fleet.modules])
-    a, b = before[2]
-    assert torch.equal(a, b)
-    assert not torch.equal(before[1][0], before[1][1])
+    # exp_avg <- 0.9 exp_avg + 0.1 gradient, then the mean of the two workers'.
+    expected = sum(0.9 * old + 0.1 * g for old, g in zip(before[1], gradients)) / 2
+    torch.testing.assert_close(before[2][0], expected, rtol=1e-12, atol=1e-14)
+    assert torch.equal(before[2][0], before[2][1])
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+        self.register_buffer("third", torch.full((50,), 1 / 3))
+        self.register_buffer("moving", torch.zeros(1))
+        self.register_buffer("wide", torch.arange(4.0).expand(2, -1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.moving += x.mean().detach()
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def test_constant_buffers_stay_and_others_are_averaged() -> None:
+    fleet = prsgd.Fleet(Masked(), 3)
+    before = [b.clone() for b in fleet.modules[0].buffers()]
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    x = torch.stack([torch.full((4, 3), float(w)) for w in range(3)])
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(1)):
+        for _ in range(4):
+            optimizer.zero_grad()
+            fleet.backward(nn.functional.mse_loss, x, torch.zeros(3, 4, 1))
+            optimizer.step()
+    for module in fleet.modules:
+        for mine, theirs in zip(module.buffers(), before):
+            if mine.numel() > 1:
+                assert torch.equal(mine, theirs)
+        assert module.moving.item() == 4.0
+
+
+def test_a_worker_that_stopped_long_ago_does_not_pull_the_statistics() -> None:
+    """Its parameters do not count in the last average, and neither does what it saw at the start."""
+    found = []
+    for overlap in (0, 1):
+        fleet = normed_fleet(2, momentum=0.5)
+        optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+        x = torch.stack([torch.full((4, 3), -100.0), torch.zeros(4, 3)]).double()
+        with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(4), overlap=overlap):
+            for t in range(43):
+                if t == 2:
+                    fleet.stop(0)
+                one_step(fleet, optimizer, x)
+        found.append(fleet.modules[0][0].running_mean[0].item())
+        assert torch.equal(fleet.modules[0][0].running_mean, fleet.modules[1][0].running_mean)
+    assert all(abs(mean) < 0.01 for mean in found), found
 
 
 def test_rows_of_mixed_dtypes_and_layouts() -> None:
@@ -182,6 +233,16 @@ def test_finite_rows() -> None:
     assert finite_rows(rows) == [True, False, False, True, False]
 
 
+def test_a_model_that_changes_its_dtype_is_not() -> None:
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    local = prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(1)).start()
+    net.double()
+    with pytest.raises(ValueError, match=r"'weight' was \[1, 2\] torch.float32 on cpu .* torch.float64"):
+        optimizer.step()
+    assert local.round == 0
+
+
 def test_a_model_whose_tensors_are_replaced_is_followed() -> None:
     net = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -190,10 +251,6 @@ def test_a_model_whose_tensors_are_replaced_is_followed() -> None:
         optimizer.step()
         with local.consensus() as averaged:
             assert averaged.weight.tolist() == [[7.0, 7.0]]
-        net.double()
-        with pytest.raises(ValueError, match=r"'weight' was \[1, 2\] torch.float32 on cpu .* torch.float64"):
-            optimizer.step()
-        net.float()
 
 
 @pytest.mark.parametrize("steps", [3, 7, 8])

@@ -152,7 +152,6 @@ def test_user_lr_scheduler_is_left_alone() -> None:
 def test_frozen_parameters_do_not_travel() -> None:
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     net[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(net[1].parameters(), lr=0.1)
     before = net[0].weight.clone()
     records: list[prsgd.Record] = []
     fleet = prsgd.Fleet(net, 2)

@@ -92,6 +92,34 @@ def test_parameters_without_gradient_stay_without() -> None:
     assert [p.grad is None for p in fleet.parameters()] == [False, False, True, True] * 2
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 1), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+
+def test_a_head_that_joins_later_trains() -> None:
+    fleet = prsgd.Fleet(TwoHeads(), 8)
+    x = torch.randn(8, 4, 6)
+    fleet.backward(lambda out, _: out[0].mean(), x, x)
+    assert [p.grad is None for p in fleet.modules[3].parameters()] == [False, False, True, True]
+    fleet.backward(lambda out, _: out[0].mean() + out[1].mean(), x, x)
+    assert all(p.grad is not None for p in fleet.parameters())
+    assert fleet.mode == "vmap"
+
+
+def test_modules_in_different_training_modes_are_looped() -> None:
+    fleet = prsgd.Fleet(model("batchnorm"), 8)
+    fleet.modules[2].eval()
+    pairs = [batch(w, 0) for w in range(8)]
+    with pytest.warns(UserWarning, match="some workers' modules are in training mode and others are not"):
+        fleet.backward(cross_entropy, torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs]))
+    assert [int(m[1].num_batches_tracked) for m in fleet.modules] == [1, 1, 0, 1, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("net", "num_workers", "mode"),
     [

@@ -19,8 +19,9 @@ class Buffers:
     (the last pooled mean, close to every mu_i, so that little cancels), and then
     mean_i [var_i + (mu_i - mu)^2] = mean_i [var_i + (mu_i - c)^2] - (mu - c)^2.
 
-    Other floating buffers are averaged, and integer counters take the largest value. What travels is a sum,
-    [counters of worker 0 | ... of worker N-1 | means | variances about c | others | how many workers count].
+    Other floating buffers are averaged: their changes since all last agreed travel, so that a constant stays as it is,
+    be it a mask of infinities. Integer counters take the largest value. What travels is a sum,
+    [counters of worker 0 | ... of worker N-1 | means | variances about c | changes | how many workers count].
     """
 
     def __init__(self, models: Sequence[nn.Module], workers: range, num_workers: int) -> None:
@@ -37,7 +38,7 @@ class Buffers:
             pooled = {(id(m), key) for m, key in self._means[-1] + self._variances[-1]}
             persistent = model.state_dict(keep_vars=True)
             homes = [_home(model, name) for name, _ in model.named_buffers() if name in persistent]
-            rest = [(m, key) for m, key in homes if (id(m), key) not in pooled]
+            rest = [(m, key) for m, key in homes if (id(m), key) not in pooled and is_own(_tensor((m, key)))]
             self._others.append([home for home in rest if _tensor(home).is_floating_point()])
             self._counters.append(
                 [home for home in rest if _tensor(home).dim() == 0 and _tensor(home).dtype == torch.long]
@@ -64,7 +65,10 @@ class Buffers:
             if homes:
                 tensors = [_tensor(home) for home in homes]
                 torch._foreach_copy_(_views(part, tensors), tensors)
-        parts[1].add_((parts[0] - self._centre()) ** 2)
+        means, variances, others = parts
+        variances.add_((means - self._centre()) ** 2)
+        agreed = self._adopted[self.width - others.numel() :]
+        others.copy_(torch.where(others == agreed, 0.0, others - agreed))
 
     def sums(self, rows: Tensor, counts: Sequence[bool]) -> Tensor:
         """What the hosted workers add to the sum: the counters of all, the packed ``rows`` of those that count."""
@@ -117,7 +121,13 @@ class Buffers:
         if not sums[-1]:
             return self._adopted, counters
         means, variances, others = (sums[split:-1] / sums[-1]).split(self._sizes)
-        return torch.cat([means, (variances - (means - self._centre()) ** 2).clamp_min_(0), others]), counters
+        agreed = self._adopted[self.width - others.numel() :]
+        return torch.cat([means, (variances - (means - self._centre()) ** 2).clamp_min_(0), agreed + others]), counters
+
+
+def is_own(tensor: Tensor) -> bool:
+    """Does it have a place in memory for each number? An expanded one has not, and cannot be written."""
+    return 0 not in tensor.stride() or tensor.numel() < 2
 
 
 def _tensor(home: Home) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from prsgd.buffers import is_own
 from prsgd.comm.base import Communicator
 from prsgd.errors import MismatchError
 from prsgd.fleet import Fleet
@@ -37,6 +38,11 @@ def hosted(model: nn.Module | Fleet, comm: Communicator) -> tuple[tuple[nn.Modul
 
 def agree(comm: Communicator, entries: Sequence[str], device: torch.device) -> None:
     """Raise a MismatchError in every process, naming the first entry that differs, unless all have the same list."""
+    # First that all count the same workers: what a process gathers depends on it.
+    number = comm.num_workers
+    processes, total, squares = comm.all_reduce(torch.tensor([1.0, number, number**2], device=device)).wait().tolist()
+    if processes * squares != total**2:
+        raise MismatchError(f"num_workers must be the same in every process, it is {number} in that of {comm.workers}")
     text = "\n".join(entries).encode()
     digest = hashlib.sha256(text).digest()
     mine = torch.frombuffer(bytearray(digest + len(text).to_bytes(8, "big")), dtype=torch.uint8).to(device)
@@ -76,11 +82,12 @@ def start_from_worker_0(comm: Communicator, models: Sequence[nn.Module]) -> None
             place += size
 
 
-def describe(model: nn.Module) -> list[str]:
-    """One line for each tensor that ``start_from_worker_0`` sends."""
+def describe(model: nn.Module, *, as_it_lies: bool) -> list[str]:
+    """One line for each tensor of a model; ``as_it_lies``: with its layout in memory, as a fleet's rows travel."""
     lines = []
     for name, p in model.named_parameters():
-        lines.append(f"parameter {name!r} {_shape(p)}{'' if p.requires_grad else ' frozen'}")
+        layout = f" strides {list(p.stride())}" if as_it_lies and not p.is_contiguous() else ""
+        lines.append(f"parameter {name!r} {_shape(p)}{layout}{'' if p.requires_grad else ' frozen'}")
     return lines + [f"buffer {name!r} {_shape(b)}" for name, b in model.named_buffers()]
 
 
@@ -113,7 +120,8 @@ def owners(optimizers: Sequence[Optimizer], rows: Rows) -> dict[Optimizer, list[
 
 
 def _state(model: nn.Module) -> list[Tensor]:
-    return [t.detach() for t in [*model.parameters(), *model.buffers()]]
+    tensors = (t.detach() for t in [*model.parameters(), *model.buffers()])
+    return [t for t in tensors if is_own(t)]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from prsgd._check import one_of, whole_number
 from prsgd.comm.base import Communicator
 from prsgd.errors import UsageError
 from prsgd.state import trainable
-from prsgd.vectorized import CannotVectorize, LossFn, Vectorized, has_convolutions, suits
+from prsgd.vectorized import CannotVectorize, LossFn, Vectorized, suits
 
 
 class Fleet:
@@ -71,7 +71,7 @@ class Fleet:
         """How ``backward`` runs: "loop" or "vmap". The two differ in the last bit, so a checkpoint holds it."""
         self._chosen_by_us = mode == "auto"
         self._vectorized = Vectorized(self.modules, self._named, self.rows) if self.mode == "vmap" else None
-        self._channels_last = has_convolutions(model)
+        self._channels_last = any(isinstance(m, nn.Conv2d) for m in model.modules())  # faster on such inputs
         self.idle: set[int] = set()
         """Workers that wait for others in this round; kept by LocalSGD."""
         self.stopped: set[int] = set()

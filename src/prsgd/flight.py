@@ -171,17 +171,29 @@ class Hangar:
         return Boarding(snap, extras, buffers, flat, tuple(not ok for ok in finite))
 
     def header(
-        self, boarding: Boarding, workers: Sequence[Worker], numbers: Sums, *, consensus: bool = False
+        self, boarding: Boarding, workers: Sequence[Worker], numbers: Sums, *, round: int, kind: str = "average"
     ) -> Header:
-        """What travels beside the rows. A worker counts if its model is finite and, once it is done, has news."""
+        """What travels beside the rows. A worker counts if its model is finite and, once it is done, has news.
+
+        Its statistics do if they have news and its model counts now or did in the last average, ``round``. ``kind`` is
+        "average", "consensus", or "rescue": those that are done count, since no other model is finite.
+        """
+        consensus = kind == "consensus"
         at = [(w.steps, w.samples) if consensus else (w.snapped_at, w.snapped_samples) for w in workers]
         steps = tuple(step - w.seen for (step, _), w in zip(at, workers))
-        counts = tuple(not bad and (not w.done or new > 0) for bad, w, new in zip(boarding.bad, workers, steps))
-        pools = [not bad and step > w.pooled for bad, (step, _), w in zip(boarding.bad, at, workers)]
-        done = sum(w.done for w in workers)
+        counts = tuple(
+            not bad and (not w.done or new > 0 or kind == "rescue") for bad, w, new in zip(boarding.bad, workers, steps)
+        )
+        pools = [
+            not bad and step > w.pooled and (count or w.counted_in == round)
+            for bad, count, (step, _), w in zip(boarding.bad, counts, at, workers)
+        ]
         return Header(
             sums=numbers._replace(
-                workers=sum(counts), done=done, bad=sum(boarding.bad), consensus=consensus * (len(workers) - done)
+                workers=sum(counts),
+                done=0 if consensus else sum(w.done for w in workers),
+                bad=sum(boarding.bad),
+                consensus=len(workers) if consensus else 0,
             ),
             exact=self.buffers.sums(boarding.buffers, pools),
             extras=boarding.extras,

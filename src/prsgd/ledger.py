@@ -6,8 +6,10 @@ incomplete until that one's header arrives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +32,7 @@ class Ledger:
         self._drifts = 0
         self._logs_first: bool | None = None
 
-    def log(self, loss: float | Tensor | None, samples: int | Sequence[int], *, fleet: bool) -> None:
+    def log(self, loss: float | Tensor | None, samples: int | Sequence[int]) -> None:
         """Add to the round that each worker's step belongs to."""
         n = len(self._workers)
         losses = _per_worker("loss", loss.detach() if isinstance(loss, Tensor) else loss, n)
@@ -38,20 +40,19 @@ class Ledger:
         if self._logs_first is None:
             self._logs_first = all(w.steps == 0 for w in self._workers)
         for w, value, count in zip(self._workers, losses, counts):
-            if w.done or (fleet and value is not None and value != value):
-                continue  # a fleet's losses are NaN where a worker was not active
+            if not (w.took_step if not self._logs_first else not w.done and not w.waits):
+                continue  # a fleet's worker that waits
             in_last_round = w.steps + self._logs_first <= w.opened_at and not w.last_sent
             (w.last if in_last_round else w.now).add(value, count)
             w.samples += count
 
     def numbers(self) -> Sums:
         """What travels of the last average: the hosted workers' drift, losses and samples."""
-        losses = [w.last.finite_loss() for w in self._workers]
         return Sums(
             drift=self._drift,
             drifts=self._drifts,
-            loss=sum(value for value, _ in losses),
-            losses=sum(count for _, count in losses),
+            loss=sum(float(w.last.loss) for w in self._workers),
+            losses=sum(int(w.last.losses) for w in self._workers),
             samples=sum(w.last.samples for w in self._workers),
         )
 
@@ -66,7 +67,7 @@ class Ledger:
             return
         record = replace(
             self._incomplete,
-            drift=sums.drift / sums.drifts if sums.drifts else None,
+            drift=sums.drift / sums.drifts if sums.drifts and math.isfinite(sums.drift) else None,
             loss=sums.loss / sums.losses if sums.losses else None,
             samples=round(sums.samples),
         )
@@ -102,7 +103,7 @@ class Ledger:
 
 def _per_worker(name: str, value: Any, n: int) -> list[Any]:
     """One value for each hosted worker: a single one is everybody's."""
-    if value is None or isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
+    if value is None or isinstance(value, Real) or (isinstance(value, Tensor) and value.dim() == 0):
         return [value] * n
     values = value.tolist() if isinstance(value, Tensor) else value
     if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != n:

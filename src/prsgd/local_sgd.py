@@ -51,7 +51,7 @@ class LocalSGD:
     """Train locally and average now and then, with the user's loop as it was.
 
     ``model`` is a module (this process is one worker) or a ``Fleet`` (it hosts several); ``optimizer`` one ordinary
-    torch optimizer over its parameters, or a list, of which each must step once for a step to count.
+    torch optimizer over its parameters, or a list in the order in which they step: the last one's step counts.
 
     - ``schedule``: when to average: ``every``, ``growing``, ``per_worker``, ``once``.
     - ``averaging``: how: ``mean()`` unless given.
@@ -108,11 +108,17 @@ class LocalSGD:
         self._schedule, self._averaging, self._clock = schedule, averaging or mean(), clock or _wall_clock
         schedule.check(self._comm.num_workers, self._overlap)
         self._models, rows = hosted(model, self._comm)
+        if comm is None:
+            self._comm.timeout_seconds = positive("timeout_seconds", timeout_seconds)
         self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self._workers = [Worker(id) for id in self._comm.workers]
         self._require_free()
         self._owners = owners(self._optimizers, rows)
-        self._stepped: list[set[int]] = [set() for _ in self._workers]
+        # With several optimizers a step is over when the last of those that own the worker has stepped.
+        self._closers = [
+            next(o for o in reversed(self._optimizers) if i in self._owners[o]) for i in range(len(rows.workers))
+        ]
+        self._known = self._parameters()
         self._hangar = Hangar(
             self._models, rows, self._optimizers, optimizer_state=optimizer_state, overlap=overlap, comm=self._comm
         )
@@ -160,22 +166,16 @@ class LocalSGD:
         self._require_free()
         self._check_rows()
         self._phase = "running"
-        try:
+        with self._guarded():
             self._enter()
-        except BaseException:
-            self._abandon()
-            raise
         return self
 
     def finish(self) -> None:
         """End the run: answer the others' averages until all are done, and leave with the model that all have."""
         self._require_running("finish")
-        try:
+        with self._guarded():
             self._end()
-        except BaseException:
-            self._abandon()
-            raise
-        self._unhook()
+        self._unhook("over")
         if self._own_comm:
             self._comm.close()
 
@@ -185,12 +185,11 @@ class LocalSGD:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._phase == "over":  # the user finished, or an average failed and the run was abandoned
-            return
-        if kind is None:
+        if kind is not None:
+            if self._phase == "running":
+                self._abandon()
+        elif self._phase != "over":  # the user may have finished; a failed run does not end in silence
             self.finish()
-        else:
-            self._abandon()
 
     def log(self, *, loss: float | Tensor | None = None, samples: int | Sequence[int] = 0) -> None:
         """Add a step's loss and number of samples to the round's record.
@@ -200,7 +199,7 @@ class LocalSGD:
         next round's record: its own numbers have left by then.)
         """
         self._require_running("log")
-        self._ledger.log(loss, samples, fleet=self._fleet is not None)
+        self._ledger.log(loss, samples)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -234,7 +233,8 @@ class LocalSGD:
     def state_dict(self) -> dict[str, Any]:
         """Where the run is: plain numbers and tensors, beside which the model and the optimizer are to be saved.
 
-        Waits for an average in flight and stores it without landing it. Every process saves its own.
+        Waits for an average in flight and stores it without landing it. Every process saves its own, all at the same
+        point: with an overlap and per-worker periods, where all have launched the same averages.
         """
         if self._phase == "new":
             raise UsageError("state_dict() needs start() first")
@@ -269,7 +269,9 @@ class LocalSGD:
     # The algorithm
 
     def _enter(self) -> None:
-        entries = [*describe(self._models[0]), *self._hangar.describe(), _kind(self._averaging)]
+        state = f"a state loaded after {self._launched()} averages" if self._loaded else "no state loaded"
+        lines = describe(self._models[0], as_it_lies=self._fleet is not None)
+        entries = [*lines, *self._hangar.describe(), _kind(self._averaging), state]
         agree(self._comm, entries, self._hangar.rows.device)
         if not self._loaded:
             start_from_worker_0(self._comm, self._models)  # Alg. 1 line 1: x_i^0 = y-bar
@@ -279,7 +281,7 @@ class LocalSGD:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
         if self._fleet is not None:
-            self._fleet.on_stop = self._advance
+            self._fleet.on_stop = self._guarded_advance
         self._advance()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -297,14 +299,20 @@ class LocalSGD:
                     self._drop_gradient(i)
         if _skipped(optimizer):
             return
-        for i in self._owners[optimizer] if self._flight is not None else ():
+        if self._flight is not None:
+            with self._guarded():
+                self._land_in_step(self._owners[optimizer])
+
+    def _land_in_step(self, places: Sequence[int]) -> None:
+        flight = self._flight
+        assert flight is not None
+        for i in places:
             w = self._workers[i]
-            if self._flight is not None and w.lands_at == w.steps + 1 and not w.closed and self._takes_part(i):
-                bad = self._flight.bad[i]
-                self._land([i], in_step=True)
-                if bad:  # so is the gradient that was taken at the old model: no step
+            if w.lands_at == w.steps + 1 and not w.closed and self._takes_part(i):
+                w.skips = flight.bad[i]
+                self._land([i], in_step=not w.skips)
+                if w.skips:  # the gradient was taken at a model that is not finite: no step
                     self._drop_gradient(i)
-                    w.skips = True
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """After a step's update: count it, close and launch (Alg. 2 and 3: the end of the inner loop)."""
@@ -313,18 +321,14 @@ class LocalSGD:
         stepped = False
         for i in self._owners[optimizer]:
             w = self._workers[i]
-            if not w.skips and not self._takes_part(i):
-                continue
-            if len(self._optimizers) > 1:  # a step is over when each of the worker's optimizers has stepped
-                self._stepped[i].add(id(optimizer))
-                if len(self._stepped[i]) < sum(i in places for places in self._owners.values()):
-                    continue
-                self._stepped[i].clear()
-            w.steps += not w.skips
-            w.skips = False
-            stepped = True
+            w.took_step = not w.skips and self._takes_part(i)
+            w.moved |= w.took_step
+            if optimizer is self._closers[i] and (w.took_step or w.skips):
+                w.steps += w.took_step
+                w.skips = False
+                stepped = True
         if stepped:
-            self._advance()
+            self._guarded_advance()
 
     def _advance(self) -> None:
         """At a step boundary: open and close rounds, and launch an average whenever all hosted workers have closed."""
@@ -393,7 +397,7 @@ class LocalSGD:
         by_clock = w.round.steps is None or taken + overlap < w.round.steps
         w.period = taken if by_clock else None
         w.closed, w.round, w.lands_at = True, None, w.steps + overlap
-        w.snapped_at, w.snapped_samples = w.steps, w.samples
+        w.snap()
         if self._overlap:
             self._hangar.capture(i)
             if by_clock:
@@ -426,13 +430,15 @@ class LocalSGD:
         w = self._workers[i]
         landing = flight.landing
         assert landing is not None
-        self._hangar.land(i, flight, moved=w.steps != w.snapped_at, with_buffers=self._pools(landing))
+        self._hangar.land(i, flight, moved=w.moved, with_buffers=self._pools(landing))
         flight.to_land.discard(i)
         step = w.steps + in_step
         flight.step = max(flight.step, step)
         flight.overlap = max(flight.overlap, step - w.snapped_at)
         flight.period = max(flight.period, step - w.opened_at if w.period is None else w.period)
         w.seen, w.seen_samples, w.lands_at = w.snapped_at, w.snapped_samples, None
+        if flight.counts[i]:
+            w.counted_in = self.round + 1
         if w.done and w.round is None:
             w.end_round()
         flight.copy_seconds += time.perf_counter() - began
@@ -470,6 +476,25 @@ class LocalSGD:
 
     # Smaller parts
 
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """An error on the way abandons the run: what was half done must not be built on."""
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _guarded_advance(self) -> None:
+        with self._guarded():
+            self._advance()
+
+    def _launched(self) -> int:
+        return self.round + (self._flight is not None)
+
+    def _parameters(self) -> list[int]:
+        return [id(p) for o in self._optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
+
     def _takes_part(self, i: int) -> bool:
         """Is the hosted worker i part of this optimizer.step()? In a fleet: does it run, and has it a gradient?"""
         w = self._workers[i]
@@ -488,33 +513,42 @@ class LocalSGD:
     def _check_rows(self) -> None:
         if self._fleet is not None:
             self._fleet.check_rows()
+        if self._parameters() != self._known:
+            raise UsageError("the optimizer's parameters changed during the run: start a new LocalSGD with them")
         self._hangar.rows.refresh()
 
     def _require_running(self, call: str) -> None:
         if self._phase != "running":
-            when = {"new": "needs start() first", "over": "after the run ended"}.get(self._phase, "inside consensus()")
-            raise UsageError(f"{call}() {when}")
+            raise UsageError(f"{call}() {_WHEN[self._phase]}")
 
     def _require_free(self) -> None:
         for optimizer in self._optimizers:
             if optimizer in _in_use:
                 raise UsageError(f"{type(optimizer).__name__} is hooked by another LocalSGD: finish that one first")
 
-    def _unhook(self) -> None:
-        self._phase = "over"
+    def _unhook(self, phase: str) -> None:
+        self._phase = phase
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for optimizer in self._optimizers:
             _in_use.discard(optimizer)
         if self._fleet is not None:
-            self._fleet.on_stop, self._fleet.idle = None, set()
+            self._fleet.on_stop, self._fleet.idle, self._fleet.stopped = None, set(), set()
 
     def _abandon(self) -> None:
         """After an error: hooks off, no collective, the connections closed so that the peers fail at once."""
-        self._unhook()
+        self._unhook("failed")
         self._flight = None
         self._comm.close()
+
+
+_WHEN = {
+    "new": "needs start() first",
+    "over": "after the run ended",
+    "failed": "after the run failed",
+    "in consensus": "inside consensus()",
+}
 
 
 def _wall_clock(_: int) -> float:

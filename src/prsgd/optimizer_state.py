@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,27 +57,38 @@ class OptimizerState:
 def state_keys(optimizer: Optimizer) -> list[list[str]]:
     """Per parameter group, the names of the optimizer's floating state of a parameter's shape (momentum and the like).
 
-    Found by letting a copy of the optimizer step a stand-in, since the real state is born with the first step and
+    Found by letting a copy of the optimizer step stand-ins, since the real state is born with the first step and
     workers must agree on what travels before that.
     """
-    keys = []
-    for group in optimizer.param_groups:
-        stand_in = torch.zeros(2, 3, requires_grad=True)
-        stand_in.grad = torch.zeros(2, 3)
-        trial = copy.copy(optimizer)
-        trial.state = defaultdict(dict)
-        hyper = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
-        trial.param_groups = [{**hyper, "params": [stand_in]}]
-        trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        try:
-            trial.step()
-        except TypeError:
-            name = type(optimizer).__name__
-            raise ValueError(
-                f'optimizer_state="average" needs an optimizer whose step() takes no closure, got {name}'
-            ) from None
-        state = trial.state[stand_in]
-        keys.append(
-            [k for k, v in state.items() if isinstance(v, Tensor) and v.shape == (2, 3) and v.is_floating_point()]
-        )
-    return keys
+    return [_keys(optimizer, group) for group in optimizer.param_groups]
+
+
+def _keys(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
+    stand_ins = [torch.zeros(shape, requires_grad=True) for shape in {p.shape for p in group["params"]}]
+    for stand_in in stand_ins:
+        stand_in.grad = torch.zeros_like(stand_in)
+    trial = object.__new__(type(optimizer))
+    trial.__dict__.update(optimizer.__dict__)
+    trial.state = defaultdict(dict)
+    hyper = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
+    trial.param_groups = [{**hyper, "params": stand_ins}]
+    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    name = type(optimizer).__name__
+    try:
+        trial.step()
+    except TypeError:
+        raise ValueError(
+            f'optimizer_state="average" needs an optimizer whose step() takes no closure, got {name}'
+        ) from None
+    found: dict[str, None] = {}
+    for stand_in in stand_ins:
+        for key, value in trial.state[stand_in].items():
+            if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
+                continue  # each worker keeps its own count of steps
+            if value.shape != stand_in.shape:
+                raise ValueError(
+                    f'optimizer_state="average" needs state of the parameters\' shapes, {name} keeps {key!r} of shape '
+                    f"{list(value.shape)} for a parameter of shape {list(stand_in.shape)}"
+                )
+            found[key] = None
+    return list(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -53,16 +54,16 @@ class Tally:
     """What one worker logged in one round. The loss stays a tensor until an average asks: logging never waits."""
 
     loss: float | Tensor = 0.0
-    losses: int = 0
+    losses: int | Tensor = 0
     samples: int = 0
 
     def add(self, loss: float | Tensor | None, samples: int) -> None:
-        if loss is not None:
-            self.loss = self.loss + loss
-            self.losses += 1
+        """A loss that is not finite is left out: it would spoil all workers' mean."""
+        if isinstance(loss, Tensor):
+            finite = loss.isfinite()
+            self.loss = self.loss + torch.where(finite, loss, 0.0)
+            self.losses = self.losses + finite
+        elif loss is not None and math.isfinite(loss):
+            self.loss = self.loss + float(loss)
+            self.losses = self.losses + 1
         self.samples += samples
-
-    def finite_loss(self) -> tuple[float, int]:
-        """(sum, count), or nothing if a loss was NaN or infinite: one such number would spoil all workers' mean."""
-        loss = float(self.loss)
-        return (loss, self.losses) if math.isfinite(loss) else (0.0, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -34,16 +33,19 @@ class Tower:
         self._hangar, self._ledger, self._workers = hangar, ledger, workers
         self._timeout_seconds, self._done_timeout_seconds = timeout_seconds, done_timeout_seconds
 
-    def launch(self) -> Flight:
+    def launch(self, kind: str = "average", known_bad: tuple[bool, ...] = ()) -> Flight:
         """Start the average of the hosted workers' snapshots; those that are done have theirs taken now."""
         began = time.perf_counter()
         done = [i for i, w in enumerate(self._workers) if w.done]
         for i in done:
             w = self._workers[i]
-            w.snapped_at, w.snapped_samples = w.steps, w.samples
+            w.snap()
             w.period = w.round = None
         boarding = self._hangar.board(capture=done, consensus=False)
-        header = self._hangar.header(boarding, self._workers, self._ledger.numbers())
+        boarding.bad = known_bad or boarding.bad  # rows found bad were zeroed, and look fine the second time
+        header = self._hangar.header(
+            boarding, self._workers, self._ledger.numbers(), round=self._ledger.round, kind=kind
+        )
         copied = time.perf_counter()
         return Flight(
             work=self._averaging.launch(self._comm, boarding.snap, header),
@@ -80,17 +82,21 @@ class Tower:
             flight.to_land.clear()  # another worker's consensus(), which this process only answered
             return landing
         if sums.bad and not sums.workers:
-            raise DivergedError(
-                f"round {self._ledger.round + 1}: no worker has a finite model left to restart from "
-                f"({sums.bad:g} are not finite); lower the lr, or clip gradients"
-            )
+            if sums.bad == self._comm.num_workers:
+                raise self._diverged(sums)
+            # Only workers that are done have finite models, and had nothing new to bring: they bring them now.
+            rescue = self.launch("rescue", flight.bad)
+            landing = flight.landing = self.wait(rescue)
+            flight.counts = rescue.counts
         self._ledger.complete(sums)
         return landing
 
     def consensus(self) -> Landing:
         """The exact mean of all workers' models as they are now."""
         boarding = self._hangar.board(capture=(), consensus=True)
-        header = self._hangar.header(boarding, self._workers, self._ledger.numbers(), consensus=True)
+        header = self._hangar.header(
+            boarding, self._workers, self._ledger.numbers(), round=self._ledger.round, kind="consensus"
+        )
         try:
             landing = self._averaging.final(self._comm, boarding.snap, header)
         except PeerError as error:
@@ -98,6 +104,8 @@ class Tower:
         sums = landing.header.sums
         if sums.consensus + sums.done < self._comm.num_workers:
             raise self._split(sums)
+        if sums.bad and not sums.workers:
+            raise self._diverged(sums)
         return landing
 
     def end(self, last: Landing) -> None:
@@ -105,8 +113,9 @@ class Tower:
         try:
             if last.target is not None and last.target.dim() == 2:
                 boarding = self._hangar.board(capture=(), consensus=True)
-                header = self._hangar.header(boarding, self._workers, self._ledger.numbers())
-                header = replace(header, counts=tuple(not bad for bad in boarding.bad))
+                header = self._hangar.header(
+                    boarding, self._workers, self._ledger.numbers(), round=self._ledger.round, kind="rescue"
+                )
                 exact = self._averaging.final(self._comm, boarding.snap, header)
                 if exact.target is not None:
                     for i in range(len(self._workers)):
@@ -126,6 +135,12 @@ class Tower:
         ids = self._comm.workers
         who = f"worker {ids.start}" if len(ids) == 1 else f"workers {ids.start}-{ids.stop - 1}"
         return type(error)(f"round {self._ledger.round + 1}, {who}: {error}")
+
+    def _diverged(self, sums: Sums) -> DivergedError:
+        return DivergedError(
+            f"round {self._ledger.round + 1}: no worker has a finite model left to restart from "
+            f"({sums.bad:g} are not finite); lower the lr, or clip gradients"
+        )
 
     def _split(self, sums: Sums) -> MismatchError:
         averaged = self._comm.num_workers - sums.consensus - sums.done

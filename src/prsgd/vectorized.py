@@ -45,34 +45,36 @@ class Vectorized:
             for (name, p), part in zip(first.items(), parts)
         }
         self._buffers = {name: self._stack(name) for name, _ in modules[0].named_buffers()}
-        self._unused: frozenset[str] | None = None
+        self._flags = [list(module.modules()) for module in modules]
 
     def backward(self, loss_fn: LossFn, x: Any, y: Any, places: Sequence[int]) -> Tensor:
         """Add the gradients of the workers at ``places`` to their parameters' ``.grad``; returns their losses."""
         everyone = len(places) == len(self._modules)
         chosen = slice(None) if everyone else list(places)
         xs, ys = (self._batch(batch, places) for batch in (x, y))
-        unused = self._unused_parameters(loss_fn, xs[0], ys[0])
+        self._check_flags()
         self._check_buffers()
         parameters = {k: v[chosen] for k, v in self._parameters.items()}
-        trained = {k: v for k, v in parameters.items() if k not in unused}
-        constant = {k: v for k, v in parameters.items() if k in unused}
         before = {k: v[chosen].clone() for k, v in self._buffers.items()}
         buffers = self._buffers if everyone else {k: v.clone() for k, v in before.items()}
 
-        def loss(trained: dict[str, Tensor], rest: dict[str, Tensor], x: Any, y: Any) -> Tensor:
-            return loss_fn(functional_call(self._modules[0], {**trained, **rest}, (x,)), y)
+        def loss(parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Any, y: Any) -> Tensor:
+            return loss_fn(functional_call(self._modules[0], {**parameters, **buffers}, (x,)), y)
 
         try:
-            gradients, losses = vmap(grad_and_value(loss))(trained, {**constant, **buffers}, xs, ys)
+            gradients, losses = vmap(grad_and_value(loss))(parameters, buffers, xs, ys)
         except Exception as error:  # of any kind: whatever vmap has no rule for
             for name, value in before.items():
                 self._buffers[name][chosen] = value
+            self._ordinary_gradients(loss_fn, xs[0], ys[0])  # shows the user's own mistakes as they are
             raise CannotVectorize(str(error).strip().splitlines()[0] if str(error).strip() else repr(error)) from error
         if not everyone:
             for name, value in buffers.items():
                 self._buffers[name][chosen] = value
+        unused = self._unused(gradients, loss_fn, xs[0], ys[0])
         for name, gradient in gradients.items():
+            if name in unused:
+                continue
             for place, part in zip(places, gradient.unbind(0)):
                 p = self._named[place][name]
                 if p.grad is None:
@@ -90,20 +92,31 @@ class Vectorized:
             raise CannotVectorize("the workers' batches are not tensors of one shape")
         return torch.stack(entries)
 
-    def _unused_parameters(self, loss_fn: LossFn, x: Tensor, y: Tensor) -> frozenset[str]:
-        """Parameters that the loss does not depend on: the loop leaves their ``.grad`` None, vmap would make it zero.
+    def _unused(self, gradients: Mapping[str, Tensor], loss_fn: LossFn, x: Tensor, y: Tensor) -> set[str]:
+        """Parameters that the loss does not depend on: the loop leaves their ``.grad`` None, vmap makes it zero.
 
-        Found once, by one worker's ordinary backward pass, which also shows the user's own mistakes as they are.
+        A gradient that is zero throughout is rare otherwise, so only then one worker's ordinary pass decides.
         """
-        if self._unused is None:
-            model = self._modules[0]
-            leaves = {k: v[0].detach().clone().requires_grad_() for k, v in self._parameters.items()}
-            buffers = {k: v.clone() for k, v in model.named_buffers()}
-            with torch.random.fork_rng(devices=[]):
-                loss = loss_fn(functional_call(model, {**leaves, **buffers}, (x,)), y)
-                found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-            self._unused = frozenset(k for k, g in zip(leaves, found) if g is None)
-        return self._unused
+        suspects = {name for name, g in gradients.items() if not g[0].any() and not g.any()}
+        if not suspects:
+            return suspects
+        ordinary = self._ordinary_gradients(loss_fn, x, y)
+        return {name for name in suspects if ordinary[name] is None}
+
+    def _ordinary_gradients(self, loss_fn: LossFn, x: Tensor, y: Tensor) -> dict[str, Tensor | None]:
+        """Of the first module, without vmap and without a trace."""
+        model = self._modules[0]
+        leaves = {k: v[0].detach().clone().requires_grad_() for k, v in self._parameters.items()}
+        buffers = {k: v.clone() for k, v in model.named_buffers()}
+        with torch.random.fork_rng(devices=[]):
+            loss = loss_fn(functional_call(model, {**leaves, **buffers}, (x,)), y)
+            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        return dict(zip(leaves, found))
+
+    def _check_flags(self) -> None:
+        first, *others = ([m.training for m in modules] for modules in self._flags)
+        if any(flags != first for flags in others):
+            raise CannotVectorize("some workers' modules are in training mode and others are not")
 
     def _stack(self, name: str) -> Tensor:
         """All workers' buffers of a name in one tensor, of which each module's own becomes a view."""
@@ -126,8 +139,3 @@ class Vectorized:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def has_convolutions(model: nn.Module) -> bool:
-    """Two-dimensional ones, which are faster on channels_last inputs."""
-    return any(isinstance(m, nn.Conv2d) for m in model.modules())

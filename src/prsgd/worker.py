@@ -16,6 +16,10 @@ class Worker:
 
     id: int
     steps: int = 0
+    moved: bool = False
+    """An optimizer has stepped it since its newest snapshot."""
+    took_step: bool = False
+    """It was part of the newest optimizer.step()."""
     rounds: int = 0
     """Rounds opened."""
     round: Round | None = None
@@ -36,6 +40,8 @@ class Worker:
     snapped_samples: int = 0
     seen: int = 0
     seen_samples: int = 0
+    counted_in: int = 0
+    """The newest average in which its model counted."""
     pooled: int = 0
     """Steps that its BatchNorm statistics had when they were last pooled."""
     samples: int = 0
@@ -47,16 +53,20 @@ class Worker:
     now: Tally = field(default_factory=Tally)
     last_sent: bool = False
 
+    def snap(self) -> None:
+        """Its snapshot is taken now."""
+        self.snapped_at, self.snapped_samples, self.moved = self.steps, self.samples, False
+
     def end_round(self) -> None:
         """Its numbers are complete, and those of the next round begin."""
         self.opened_at, self.last, self.now, self.last_sent = self.steps, self.now, Tally(), False
 
     def state_dict(self, clock: Callable[[int], float]) -> dict[str, Any]:
-        state = {k: v for k, v in vars(self).items() if k not in ("round", "last", "now", "opened_seconds")}
+        state = {k: v for k, v in vars(self).items() if k not in ("round", "last", "now", "opened_seconds", "done")}
         state["round"] = None if self.round is None else asdict(self.round)
         state["elapsed_seconds"] = clock(self.id) - self.opened_seconds
         for name, tally in (("last", self.last), ("now", self.now)):
-            state[name] = {"loss": float(tally.loss), "losses": tally.losses, "samples": tally.samples}
+            state[name] = {"loss": float(tally.loss), "losses": int(tally.losses), "samples": tally.samples}
         return state
 
     @staticmethod

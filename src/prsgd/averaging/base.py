@@ -23,7 +23,7 @@ class Sums(NamedTuple):
     workers: float = 0.0
     """Workers whose models count."""
     done: float = 0.0
-    """Workers that have run out of data."""
+    """Workers that have run out of data, and answer whatever the others do."""
     bad: float = 0.0
     """Workers whose models are not finite."""
     consensus: float = 0.0

@@ -53,10 +53,13 @@ class Then(Generic[S, T]):
 
     def __init__(self, work: Work[S], make: Callable[[S], T]) -> None:
         self._work, self._make = work, make
+        self._made: list[T] = []
         self.bytes_sent, self.server_bytes_sent = work.bytes_sent, work.server_bytes_sent
 
     def wait(self, timeout_seconds: float | None = None) -> T:
-        return self._make(self._work.wait(timeout_seconds))
+        if not self._made:
+            self._made.append(self._make(self._work.wait(timeout_seconds)))
+        return self._made[0]
 
     def flight_seconds(self) -> float:
         return self._work.flight_seconds()
@@ -68,6 +71,8 @@ class Communicator(Protocol):
     num_workers: int
     workers: range
     """The ids of the workers hosted in this process."""
+    timeout_seconds: float
+    """How long ``wait`` waits unless it is told."""
 
     def all_reduce(self, flat: Tensor) -> Work[Tensor]:
         """Sum ``flat`` over the processes, in place."""

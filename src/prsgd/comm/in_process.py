@@ -21,6 +21,7 @@ class InProcess(Communicator):
         self.shape = one_of("shape", shape, SHAPES)
         self.num_workers = whole_number("num_workers", num_workers, at_least=1)
         self.workers = range(self.num_workers)
+        self.timeout_seconds = 600.0  # nobody waits here
 
     def __repr__(self) -> str:
         return f"InProcess({self.num_workers})"

@@ -25,8 +25,9 @@ T = TypeVar("T")
 class TorchDistributed(Communicator):
     """The N workers of a process group, one or more in each process.
 
-    All traffic goes through a group of our own over the same ranks, made at the first call: it has its own time
-    limit, and closing it makes the peers fail without touching the user's group.
+    Without ``group`` all traffic goes through a group of our own over all ranks, made at the first call, so that
+    closing it makes the peers fail without touching the default group. A ``group`` that is given is used as it is,
+    and closed after an error.
 
     ``shape="parameter-server"`` collects a sum at the process of worker 0, which needs a second row for it, and sends
     it back from there, as the paper describes; "all-reduce" needs no server.
@@ -54,7 +55,7 @@ class TorchDistributed(Communicator):
             )
         self._blocks = [hosted_range(self.num_workers, processes, p) for p in range(processes)]
         self.workers = self._blocks[self._process]
-        self._timeout_seconds = positive("timeout_seconds", timeout_seconds)
+        self.timeout_seconds = positive("timeout_seconds", timeout_seconds)
         self._parent = group
         self._group: dist.ProcessGroup | None = None
         self._closed = False
@@ -70,9 +71,9 @@ class TorchDistributed(Communicator):
         if self.shape == "parameter-server" and len(self._ranks) > 1:
             tag = self._next_tag()
             future = self._start(lambda group: self._errands.run(lambda: self._through_server(flat, group, tag)))
-            return _Errand(future, flat, sent, by_server, self._timeout_seconds)
+            return _Errand(future, flat, sent, by_server, self.timeout_seconds)
         work = self._start(lambda group: dist.all_reduce(flat, group=group, async_op=True))
-        return _Pending(work, flat, sent, self._timeout_seconds, server_bytes_sent=by_server)
+        return _Pending(work, flat, sent, self.timeout_seconds, server_bytes_sent=by_server)
 
     def all_gather(self, payload: Tensor) -> Work[Tensor]:
         # The collective needs rows of equal number, and processes may host one worker more or less.
@@ -82,7 +83,7 @@ class TorchDistributed(Communicator):
         parts = [torch.empty_like(padded) for _ in self._blocks]
         work = self._start(lambda group: dist.all_gather(parts, padded, group=group, async_op=True))
         bytes_sent = _num_bytes(payload[0]) * (self.num_workers - 1)
-        pending = _Pending(work, parts, bytes_sent, self._timeout_seconds)
+        pending = _Pending(work, parts, bytes_sent, self.timeout_seconds)
         return Then(pending, lambda parts: torch.cat([p[: len(b)] for p, b in zip(parts, self._blocks)]))
 
     def exchange(self, send: Mapping[Route, Tensor], receive: Mapping[Route, Tensor]) -> Work[None]:
@@ -103,12 +104,12 @@ class TorchDistributed(Communicator):
 
         works = self._start(start)
         bytes_sent = sum(map(_num_bytes, send.values())) // max(1, len(self.workers))
-        return _PendingAll([_Pending(w, None, 0, self._timeout_seconds) for w in works], bytes_sent)
+        return _PendingAll([_Pending(w, None, 0, self.timeout_seconds) for w in works], bytes_sent)
 
     def broadcast(self, flat: Tensor, worker: int = 0) -> Work[Tensor]:
         source = self._ranks[self._host(worker)]
         work = self._start(lambda group: dist.broadcast(flat, source, group=group, async_op=True))
-        return _Pending(work, flat, _num_bytes(flat), self._timeout_seconds)
+        return _Pending(work, flat, _num_bytes(flat), self.timeout_seconds)
 
     def close(self) -> None:
         self._closed = True
@@ -159,14 +160,14 @@ class TorchDistributed(Communicator):
         return started
 
     def _own_group(self) -> dist.ProcessGroup:
-        # A transfer's own limit lies above that of whoever waits for it, so that the waiter's message is the one seen.
-        limit = timedelta(seconds=max(86_400.0, 2 * self._timeout_seconds))
-        group: dist.ProcessGroup
-        if self._parent is None:
-            group = dist.new_group(self._ranks, timeout=limit)
-        else:
-            backend = dist.get_backend(self._parent)
-            group = dist.new_group(self._ranks, timeout=limit, backend=backend, use_local_synchronization=True)
+        if self._parent is not None:
+            return self._parent
+        limit = timedelta(seconds=self.timeout_seconds)
+        group: dist.ProcessGroup = dist.new_group(self._ranks, timeout=limit)
+        # That limit is for connecting. A transfer's own lies far above that of whoever waits for it, so that the
+        # waiter's message is the one seen.
+        for kind in group._device_types:
+            group._get_backend(kind)._set_default_timeout(max(limit * 2, timedelta(days=1)))
         return group
 
 
@@ -181,6 +182,7 @@ class _Pending(Generic[T]):
         self.bytes_sent, self.server_bytes_sent = bytes_sent, server_bytes_sent
         self._started = time.perf_counter()
         self._finished: float | None = None
+        self._error: PeerError | None = None
         if result is not None:  # a send or receive has no future to tell when it was over
             work.get_future().add_done_callback(self._stamp)
 
@@ -193,9 +195,10 @@ class _Pending(Generic[T]):
             try:
                 self._work.wait(timedelta(seconds=limit))
             except RuntimeError as error:
-                raise _translated(error, limit) from None
-            finally:
-                self._work = None  # it holds the connections open, and a traceback would hold it
+                self._error = _translated(error, limit)
+            self._work = None  # it holds the connections open, and a traceback would hold it
+        if self._error is not None:
+            raise self._error
         return self._result
 
     def flight_seconds(self) -> float:
@@ -265,8 +268,9 @@ class _PendingAll:
         self._works, self.bytes_sent = works, bytes_sent
 
     def wait(self, timeout_seconds: float | None = None) -> None:
+        until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         for work in self._works:
-            work.wait(timeout_seconds)
+            work.wait(None if until is None else max(0.001, until - time.monotonic()))
 
     def flight_seconds(self) -> float:
         return max((w.flight_seconds() for w in self._works), default=0.0)
