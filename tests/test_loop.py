@@ -307,11 +307,9 @@ def test_a_user_averaging() -> None:
         def launch(
             self, comm: prsgd.Communicator, snap: torch.Tensor, header: prsgd.Header
         ) -> prsgd.Work[prsgd.Landing]:
-            from prsgd.comm.base import Done
-
             target = (snap + snap.mean(dim=0)) / 2
             header = dataclasses.replace(header, extras=header.extras.mean(dim=0))
-            return Done(prsgd.Landing(target, header, 0))
+            return prsgd.Done(prsgd.Landing(target, header, 0))
 
         def final(self, comm: prsgd.Communicator, snap: torch.Tensor, header: prsgd.Header) -> prsgd.Landing:
             header = dataclasses.replace(header, extras=header.extras.mean(dim=0))

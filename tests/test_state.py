@@ -11,7 +11,7 @@ from torch import nn
 import prsgd
 from prsgd.buffers import Buffers
 from prsgd.optimizer_state import state_keys
-from prsgd.state import Rows, finite_rows, subtract_from, trainable
+from prsgd.state import Rows, subtract_from, trainable
 
 
 def normed_fleet(n: int, momentum: float | None = 1.0) -> prsgd.Fleet:
@@ -59,7 +59,7 @@ def test_pooling_does_not_depend_on_the_centre(stats: list[tuple[float, float]],
     rows = torch.zeros(len(nets), buffers.width, dtype=torch.float64)
     for i in range(len(nets)):
         buffers.pack(i, rows[i])
-    buffers.write(0, buffers.sums(rows, [True] * len(nets)))
+    buffers.write(0, buffers.pooled(buffers.sums(rows, [True] * len(nets))))
     means = torch.tensor([m for m, _ in stats], dtype=torch.float64)
     variances = torch.tensor([v for _, v in stats], dtype=torch.float64)
     expected = (variances + (means - means.mean()) ** 2).mean()
@@ -224,13 +224,28 @@ def test_large_tensors_are_handled_in_pieces() -> None:
     assert torch.equal(torch.cat([net.weight.detach().flatten(), net.bias.detach()]), target)
 
 
-def test_finite_rows() -> None:
-    rows = torch.ones(5, 4)
-    rows[1, 2] = float("nan")
-    rows[2, 0] = float("inf")
-    rows[3] = 3e38  # the sum overflows, the numbers do not
-    rows[4, 0], rows[4, 1] = float("inf"), -float("inf")
-    assert finite_rows(rows) == [True, False, False, True, False]
+@pytest.mark.parametrize(
+    ("values", "finite"),
+    [
+        ([1.0, 2.0], True),
+        ([1.0, float("nan")], False),
+        ([float("inf"), 1.0], False),
+        ([float("inf"), -float("inf")], False),
+        ([3e38, 3e38], True),  # the sum overflows, the numbers do not
+    ],
+)
+def test_models_that_are_not_finite_are_found(values: list[float], finite: bool) -> None:
+    net = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    local = prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(1)).start()
+    net.weight.data = torch.tensor([values])
+    if finite:
+        optimizer.step()
+        assert net.weight.tolist() == [torch.tensor(values).tolist()]
+    else:
+        with pytest.raises(prsgd.DivergedError, match="no worker has a finite model left"):
+            optimizer.step()
+    assert local.round == finite
 
 
 def test_a_model_that_changes_its_dtype_is_not() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prsgd.averaging.base import Averaging, Header, Landing
     from prsgd.averaging.mean import mean
-    from prsgd.comm.base import Communicator, Work
+    from prsgd.comm.base import Communicator, Done, Then, Work
     from prsgd.comm.in_process import InProcess
     from prsgd.comm.joining import init
     from prsgd.comm.torch_distributed import TorchDistributed
@@ -35,6 +35,7 @@ _HOME = {
     "Averaging": "averaging.base",
     "Communicator": "comm.base",
     "DivergedError": "errors",
+    "Done": "comm.base",
     "Fleet": "fleet",
     "Header": "averaging.base",
     "InProcess": "comm.in_process",
@@ -48,6 +49,7 @@ _HOME = {
     "Record": "records",
     "Round": "schedules",
     "Schedule": "schedules",
+    "Then": "comm.base",
     "TorchDistributed": "comm.torch_distributed",
     "UsageError": "errors",
     "Work": "comm.base",
@@ -65,6 +67,7 @@ __all__ = [
     "Averaging",
     "Communicator",
     "DivergedError",
+    "Done",
     "Fleet",
     "Header",
     "InProcess",
@@ -78,6 +81,7 @@ __all__ = [
     "Record",
     "Round",
     "Schedule",
+    "Then",
     "TorchDistributed",
     "UsageError",
     "Work",

@@ -59,16 +59,16 @@ class Buffers:
         self._counted = _stack(self._counters[0], device)
 
     def pack(self, i: int, out: Tensor) -> None:
-        """out <- worker i's means, variances about the centre, and other buffers."""
-        parts = out.split(self._sizes)
-        for part, homes in zip(parts, (self._means[i], self._variances[i], self._others[i])):
+        """out <- worker i's means, variances about the centre, and changes of other buffers."""
+        means, variances, others = out.split(self._sizes)
+        for part, homes in ((means, self._means[i]), (variances, self._variances[i]), (others, self._others[i])):
             if homes:
-                tensors = [_tensor(home) for home in homes]
-                torch._foreach_copy_(_views(part, tensors), tensors)
-        means, variances, others = parts
-        variances.add_((means - self._centre()) ** 2)
-        agreed = self._adopted[self.width - others.numel() :]
-        others.copy_(torch.where(others == agreed, 0.0, others - agreed))
+                torch.cat([_tensor(home).reshape(-1) for home in homes], out=part)
+        if means.numel():
+            variances.add_((means - self._centre()) ** 2)
+        if others.numel():
+            agreed = self._adopted[self.width - others.numel() :]
+            others.copy_(torch.where(others == agreed, 0.0, others - agreed))
 
     def sums(self, rows: Tensor, counts: Sequence[bool]) -> Tensor:
         """What the hosted workers add to the sum: the counters of all, the packed ``rows`` of those that count."""
@@ -84,19 +84,20 @@ class Buffers:
                     out[-1] += 1
         return out
 
-    def write(self, i: int, sums: Tensor) -> None:
-        """Give worker i what the sum over all workers says."""
-        stats, counters = self._pooled(sums)
-        for part, homes in zip(stats.split(self._sizes), (self._means[i], self._variances[i], self._others[i])):
-            if homes:
-                tensors = [_tensor(home) for home in homes]
-                torch._foreach_copy_(tensors, _views(part, tensors))
-        for home, value in zip(self._counters[i], counters):
-            _tensor(home).copy_(value)
+    def write(self, i: int, pooled: tuple[Tensor, Tensor]) -> None:
+        """Give worker i the buffers of all."""
+        stats, counters = pooled
+        homes = [*self._means[i], *self._variances[i], *self._others[i]]
+        if homes:
+            tensors = [_tensor(home) for home in homes]
+            parts = stats.split([t.numel() for t in tensors])
+            torch._foreach_copy_(tensors, [v if t.dim() == 1 else v.view(t.shape) for v, t in zip(parts, tensors)])
+        if self._counters[i]:
+            torch._foreach_copy_([_tensor(home) for home in self._counters[i]], list(counters.unbind(0)))
 
-    def adopt(self, sums: Tensor) -> None:
+    def adopt(self, pooled: tuple[Tensor, Tensor]) -> None:
         """All workers have taken it over."""
-        self._adopted, self._counted = self._pooled(sums)
+        self._adopted, self._counted = pooled
 
     def tensors(self, i: int) -> list[Tensor]:
         """All that ``write`` changes."""
@@ -112,7 +113,7 @@ class Buffers:
     def _centre(self) -> Tensor:
         return self._adopted[: self._sizes[0]]
 
-    def _pooled(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+    def pooled(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """(statistics, counters) of all workers; where nobody counted, the statistics that all last took over."""
         if not self.sum_width:
             return self._adopted, self._counted
@@ -144,7 +145,3 @@ def _home(model: nn.Module, name: str) -> Home:
 def _stack(counters: Sequence[Home], device: torch.device) -> Tensor:
     values = [_tensor(home) for home in counters]
     return torch.stack(values) if values else torch.empty(0, dtype=torch.long, device=device)
-
-
-def _views(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [v.view(t.shape) for v, t in zip(row.split([t.numel() for t in tensors]), tensors)]

@@ -19,7 +19,7 @@ from prsgd.buffers import Buffers
 from prsgd.comm.base import Communicator, Done, Work
 from prsgd.optimizer_state import OptimizerState
 from prsgd.records import Record
-from prsgd.state import Rows, finite_rows, subtract_from
+from prsgd.state import Rows, subtract_from
 from prsgd.worker import Worker
 
 
@@ -46,6 +46,8 @@ class Flight:
     flight_seconds: float = 0.0
     drift: float = 0.0
     drifts: int = 0
+    pooled: tuple[Tensor, Tensor] | None = None
+    """All workers' buffers, once somebody needed them."""
 
     def record(self, *, round: int, lr: float) -> Record:
         """What is known of it here; the numbers of all processes come with the next one."""
@@ -74,7 +76,7 @@ class Flight:
         assert self.landing is not None
         header, target = self.landing.header, self.landing.target
         return {
-            **{k: v for k, v in vars(self).items() if k not in ("work", "snap", "landing", "to_land")},
+            **{k: v for k, v in vars(self).items() if k not in ("work", "snap", "landing", "to_land", "pooled")},
             "to_land": sorted(self.to_land),
             "target": None if target is None else target.clone(),
             "extras": header.extras.clone(),
@@ -131,6 +133,7 @@ class Hangar:
         self._widths = [rows.width, self._state.width, self.buffers.width]
         self._flat_width = rows.width + self._state.width + len(Sums._fields) + self.buffers.sum_width
         # Made when first needed: the flat buffer, and the hosted workers' snapshots or what of them is not in place.
+        self._sums = [torch.zeros(())] * len(models)  # of the snapshots: not finite if a number is not
         self._flat: Tensor | None = None
         self._store: Tensor | None = None
 
@@ -149,7 +152,7 @@ class Hangar:
     def capture(self, i: int) -> None:
         """Copy worker i's snapshot; with overlap its model moves on while the average travels."""
         row, extras, buffers = self._snapshots()[i].split(self._widths)
-        self.rows.pack(i, row)
+        self._sums[i] = self.rows.pack(i, row)
         self._state.pack(i, extras)
         self.buffers.pack(i, buffers)
 
@@ -164,11 +167,18 @@ class Hangar:
             # With overlap an average may be in flight, so a consensus has memory of its own while it lasts.
             flat = self._new(self._flat_width) if self._overlap else self._flat_buffer()
             snap, extras, buffers = self._in_place(flat)
-        finite = [all(parts) for parts in zip(finite_rows(snap), finite_rows(extras), finite_rows(buffers))]
+        bad = tuple(not self._finite(i, *parts) for i, parts in enumerate(zip(snap, extras, buffers)))
         if not consensus:
-            for row in (row for ok, rows in zip(finite, zip(snap, extras, buffers)) if not ok for row in rows):
+            for row in (row for is_bad, rows in zip(bad, zip(snap, extras, buffers)) if is_bad for row in rows):
                 row.zero_()
-        return Boarding(snap, extras, buffers, flat, tuple(not ok for ok in finite))
+        return Boarding(snap, extras, buffers, flat, bad)
+
+    def _finite(self, i: int, row: Tensor, extras: Tensor, buffers: Tensor) -> bool:
+        beside = (extras, buffers)
+        sums = [self._sums[i], *(part.sum() for part in beside if part.numel())]
+        if bool(torch.stack(sums).sum().isfinite()):
+            return True
+        return all(bool(torch.isfinite(part).all()) for part in (row, *beside))
 
     def header(
         self, boarding: Boarding, workers: Sequence[Worker], numbers: Sums, *, round: int, kind: str = "average"
@@ -223,7 +233,9 @@ class Hangar:
             elif self._optimizer_state == "reset":
                 self._state.forget(i)
         if with_buffers or bad:
-            self.buffers.write(i, landing.header.exact)
+            if flight.pooled is None:
+                flight.pooled = self.buffers.pooled(landing.header.exact)
+            self.buffers.write(i, flight.pooled)
         if bad:
             self._state.forget(i)
             warnings.warn(
@@ -252,10 +264,11 @@ class Hangar:
         n = len(self._workers)
         if self.rows.matrix is None:
             snap, extras = (part.unsqueeze(0) for part in flat[: sum(self._widths[:2])].split(self._widths[:2]))
-            self.rows.pack(0, snap[0])
+            self._sums[0] = self.rows.pack(0, snap[0])
             buffers = self._new(n, self._widths[2])
         else:
             snap = self.rows.matrix
+            self._sums = list(snap.sum(dim=1, dtype=self.rows.dtype))
             extras, buffers = self._new(n, sum(self._widths[1:])).split(self._widths[1:], dim=1)
         for i in range(n):
             self._state.pack(i, extras[i])

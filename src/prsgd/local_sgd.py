@@ -218,7 +218,7 @@ class LocalSGD:
         modes = [(m, m.training) for m in model.modules()]
         if landing.target is not None:
             rows.replace(0, landing.target)
-        buffers.write(0, landing.header.exact)
+        buffers.write(0, buffers.pooled(landing.header.exact))
         self._phase = "in consensus"
         try:
             yield model
@@ -448,7 +448,7 @@ class LocalSGD:
         self._flight = None
         sums = landing.header.sums
         if self._pools(landing) and not sums.consensus:
-            self._hangar.buffers.adopt(landing.header.exact)
+            self._hangar.buffers.adopt(flight.pooled or self._hangar.buffers.pooled(landing.header.exact))
             for w in self._workers:
                 w.pooled = w.snapped_at
         if not sums.workers or sums.consensus:  # nobody had anything new, or it was a consensus that we answered

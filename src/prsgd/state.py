@@ -45,6 +45,7 @@ class Rows:
         first = list(self.workers[0].values())
         self.width = sum(p.numel() for p in first)
         self.dtype, self.device = sum_dtype(first), first[0].device
+        self._scratch: Tensor | None = None
         self._meta = [(p.shape, p.dtype, p.device) for p in first]
         if matrix is None:
             self._pointers = [p.data_ptr() for p in first]
@@ -66,10 +67,14 @@ class Rows:
         self._pointers = [p.data_ptr() for p in named.values()]
         self._groups = [_groups(list(named.values()))]
 
-    def pack(self, i: int, out: Tensor) -> None:
-        """out <- x_i"""
+    def pack(self, i: int, out: Tensor) -> Tensor:
+        """out <- x_i; returns its sum, which is finite unless a number is not (or the sum overflows)."""
+        sums = []
         for pieces, sizes, start, stop in self._groups[i]:
-            torch._foreach_copy_(_views(out[start:stop], pieces, sizes), pieces)
+            part = out[start:stop]
+            torch._foreach_copy_(_views(part, pieces, sizes), pieces)
+            sums.append(part.sum())
+        return torch.stack(sums).sum()
 
     def add(self, i: int, delta: Tensor) -> None:
         """x_i <- x_i + delta"""
@@ -80,9 +85,12 @@ class Rows:
         """x_i <- row; returns how far it moved, squared."""
         squares: list[Tensor] = []
         for pieces, sizes, start, stop in self._groups[i]:
-            views = _views(row[start:stop], pieces, sizes)
-            squares += torch._foreach_norm(torch._foreach_sub(pieces, views))
-            torch._foreach_copy_(pieces, views)
+            if self._scratch is None or len(self._scratch) < stop - start:
+                self._scratch = torch.empty(stop - start, dtype=self.dtype, device=self.device)
+            old, new = self._scratch[: stop - start], row[start:stop]
+            torch._foreach_copy_(_views(old, pieces, sizes), pieces)
+            torch._foreach_copy_(pieces, _views(new, pieces, sizes))
+            squares.append(torch.linalg.vector_norm(old.sub_(new)))
         return float(torch.stack(squares).double().square().sum())
 
 
@@ -94,12 +102,6 @@ def subtract_from(target: Tensor, row: Tensor) -> float:
         torch.sub(target[start : start + CHUNK], part, out=part)
         squares.append(torch.linalg.vector_norm(part))
     return float(torch.stack(squares).double().square().sum())
-
-
-def finite_rows(rows: Tensor) -> list[bool]:
-    """Which rows have no NaN and no infinity. A row's sum tells, unless it overflows; only then is all of it read."""
-    sums = rows.sum(dim=1, dtype=sum_dtype([rows])).isfinite().tolist()
-    return [ok or bool(torch.isfinite(row).all()) for ok, row in zip(sums, rows)]
 
 
 Group = tuple[list[Tensor], list[int], int, int]
@@ -127,4 +129,6 @@ def _groups(tensors: Sequence[Tensor]) -> list[Group]:
 
 
 def _views(row: Tensor, pieces: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
+    if len(pieces) == 1 and pieces[0].dim() == 1:
+        return [row]
     return [v if p.dim() == 1 else v.view(p.shape) for v, p in zip(row.split(sizes), pieces)]

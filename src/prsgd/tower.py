@@ -65,7 +65,8 @@ class Tower:
                 flight.landing = flight.work.wait(limit)
             except PeerError as error:
                 raise self._named(error) from None
-            flight.wait_seconds += time.perf_counter() - began
+            flight.wait_seconds += time.perf_counter() - began - flight.landing.copy_seconds
+            flight.copy_seconds += flight.landing.copy_seconds
             flight.flight_seconds = flight.work.flight_seconds()
         return flight.landing
 

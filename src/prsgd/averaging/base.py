@@ -76,6 +76,8 @@ class Landing:
     """Per worker."""
     server_bytes_sent: int = 0
     """By a parameter server, where there is one."""
+    copy_seconds: float = 0.0
+    """Spent on making the target after it had arrived."""
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,11 +45,18 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
         work = comm.all_reduce(flat)
 
         def landing(_: Tensor) -> Landing:
+            began = time.perf_counter()
             landed = header.landed(extras, tail)
             weight = landed.sums.weight
             if weight not in (0, 1):
                 flat[: num_params + num_extras].div_(weight)
-            return Landing(row if weight else None, landed, work.bytes_sent, work.server_bytes_sent)
+            return Landing(
+                target=row if weight else None,
+                header=landed,
+                bytes_sent=work.bytes_sent,
+                server_bytes_sent=work.server_bytes_sent,
+                copy_seconds=time.perf_counter() - began,
+            )
 
         return Then(work, landing)
 

@@ -57,6 +57,7 @@ class Then(Generic[S, T]):
         self.bytes_sent, self.server_bytes_sent = work.bytes_sent, work.server_bytes_sent
 
     def wait(self, timeout_seconds: float | None = None) -> T:
+        """The other's result waited for, and this one made of it."""
         if not self._made:
             self._made.append(self._make(self._work.wait(timeout_seconds)))
         return self._made[0]
