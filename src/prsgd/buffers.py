@@ -61,9 +61,13 @@ class Buffers:
     def pack(self, i: int, out: Tensor) -> None:
         """out <- worker i's means, variances about the centre, and changes of other buffers."""
         means, variances, others = out.split(self._sizes)
-        for part, homes in ((means, self._means[i]), (variances, self._variances[i]), (others, self._others[i])):
-            if homes:
-                torch.cat([_tensor(home).reshape(-1) for home in homes], out=part)
+        homes = [*self._means[i], *self._variances[i], *self._others[i]]
+        if homes:
+            tensors = [t if t.dim() == 1 else t.reshape(-1) for t in map(_tensor, homes)]
+            if all(t.dtype == out.dtype for t in tensors):
+                torch.cat(tensors, out=out)
+            else:
+                out.copy_(torch.cat([t.to(out.dtype) for t in tensors]))
         if means.numel():
             variances.add_((means - self._centre()) ** 2)
         if others.numel():
@@ -90,7 +94,7 @@ class Buffers:
         homes = [*self._means[i], *self._variances[i], *self._others[i]]
         if homes:
             tensors = [_tensor(home) for home in homes]
-            parts = stats.split([t.numel() for t in tensors])
+            parts = torch.split_with_sizes(stats, [t.numel() for t in tensors])
             torch._foreach_copy_(tensors, [v if t.dim() == 1 else v.view(t.shape) for v, t in zip(parts, tensors)])
         if self._counters[i]:
             torch._foreach_copy_([_tensor(home) for home in self._counters[i]], list(counters.unbind(0)))

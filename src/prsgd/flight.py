@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -174,9 +175,8 @@ class Hangar:
         return Boarding(snap, extras, buffers, flat, bad)
 
     def _finite(self, i: int, row: Tensor, extras: Tensor, buffers: Tensor) -> bool:
-        beside = (extras, buffers)
-        sums = [self._sums[i], *(part.sum() for part in beside if part.numel())]
-        if bool(torch.stack(sums).sum().isfinite()):
+        beside = [part for part in (extras, buffers) if part.numel()]
+        if math.isfinite(sum(float(part.sum()) for part in beside) + float(self._sums[i])):
             return True
         return all(bool(torch.isfinite(part).all()) for part in (row, *beside))
 
@@ -265,7 +265,7 @@ class Hangar:
         if self.rows.matrix is None:
             snap, extras = (part.unsqueeze(0) for part in flat[: sum(self._widths[:2])].split(self._widths[:2]))
             self._sums[0] = self.rows.pack(0, snap[0])
-            buffers = self._new(n, self._widths[2])
+            buffers = torch.empty(n, self._widths[2], dtype=snap.dtype, device=snap.device)
         else:
             snap = self.rows.matrix
             self._sums = list(snap.sum(dim=1, dtype=self.rows.dtype))

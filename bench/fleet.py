@@ -1,0 +1,155 @@
+"""What many workers in one process cost: a fleet against N plain modules with N optimizers, one thread.
+
+    python bench/fleet.py            # about ten minutes, most of it ResNet-20s
+    python bench/fleet.py --quick    # does it run?
+
+Both variants take the same step (momentum 0.9, batch 32 a worker) in turns, in one process for each model and N; a
+ratio is one of medians. Memory is what the process holds after those steps, beyond what it held before, in models.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from core import in_turns, resident_bytes
+from models import resnet20
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import prsgd
+from prsgd.data import Shards
+
+BATCH_SIZE = 32
+
+
+def linear() -> nn.Module:
+    return nn.Linear(784, 10)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(400, 10),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    pairs: dict[int, int]
+    """Pairs of steps for each N."""
+    target: float | None
+    """Of the ratio at N = 64."""
+
+
+CASES = (
+    Case("linear 784-10", linear, (784,), {8: 200, 64: 60, 256: 20}, 2.5),
+    Case("MLP 784-128-10", mlp, (784,), {8: 100, 64: 30, 256: 10}, 1.5),
+    Case("CNN, 5.3k", cnn, (1, 28, 28), {8: 30, 64: 8, 256: 3}, None),
+    Case("ResNet-20", resnet20, (3, 32, 32), {8: 10, 64: 3, 256: 1}, 0.98),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    mode: str
+    plain_seconds: float
+    fleet_seconds: float
+    models_held: float
+    """Memory of the fleet and its optimizer, in models."""
+    fetch_share: float
+    """Gathering the batches, as a share of the fleet's step."""
+
+
+def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], num_workers: int, pairs: int) -> Result:
+    torch.manual_seed(0)
+    data = Shards(
+        torch.randn(20_000, *shape), torch.randint(10, (20_000,)), num_workers=num_workers, batch_size=BATCH_SIZE
+    )
+    batches = fetching(data)
+    model = make()
+    model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    before = resident_bytes("VmRSS")
+    fleet = prsgd.Fleet(model, num_workers)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.01, momentum=0.9)
+    x, y = batches()
+
+    def fleet_step() -> None:
+        optimizer.zero_grad()
+        fleet.backward(cross_entropy, x, y)
+        optimizer.step()
+
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(10**9)):
+        for _ in range(2 if pairs > 1 else 1):
+            fleet_step()
+        held = (resident_bytes("VmRSS") - before) / model_bytes
+        modules = [make() for _ in range(num_workers)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in modules]
+
+        def plain_step() -> None:
+            for own in optimizers:
+                own.zero_grad()
+            for module, x_i, y_i in zip(modules, x, y):
+                cross_entropy(module(x_i), y_i).backward()
+            for own in optimizers:
+                own.step()
+
+        if pairs > 1:
+            plain_step()
+        plain, ours = in_turns((plain_step, fleet_step), pairs, lambda: None)
+        [fetched] = in_turns((batches,), max(3, pairs), lambda: None)
+    return Result(fleet.mode, median(plain), median(ours), held, median(fetched) / median(ours))
+
+
+def fetching(data: Shards) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The next batches, epoch after epoch."""
+    epochs = (batch for number in range(10**6) for batch in data.epoch(number))
+    return lambda: next(epochs)
+
+
+def rows(quick: bool) -> list[str]:
+    lines = []
+    for case in CASES:
+        cost: dict[int, float] = {}
+        for num_workers, pairs in case.pairs.items():
+            if quick and num_workers > 8:
+                continue
+            args = (case.make, case.shape, num_workers, 2 if quick else pairs)
+            [result] = prsgd.launch(measure, processes=1, args=args)
+            ratio = result.plain_seconds / result.fleet_seconds
+            cost[num_workers] = result.fleet_seconds / num_workers
+            target = f"{case.target:g}x" if case.target is not None and num_workers == 64 else ""
+            lines.append(
+                f"| {case.name} | {num_workers} | {result.mode} | {1e3 * result.plain_seconds:.1f} | "
+                f"{1e3 * result.fleet_seconds:.1f} | {ratio:.2f}x | {target} | "
+                f"{1e6 * cost[num_workers]:.0f} | {result.models_held / num_workers:.2f} | {result.fetch_share:.1%} |"
+            )
+            print(lines[-1], flush=True)
+        if len(cost) > 1:
+            print(f"  cost per worker, N = 256 against N = 8: {cost[256] / cost[8]:.2f}x (at most 1.5x)", flush=True)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A fleet against plain modules with an optimizer each.")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: N = 8, no meaningful numbers")
+    args = parser.parse_args()
+    print(
+        "| model | N | mode | plain, ms | fleet, ms | ratio | target | us a worker | models held a worker | fetching |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    rows(args.quick)
+
+
+if __name__ == "__main__":
+    main()
