@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import math
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,6 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from models import resnet20, resnet50_tensors
-from ranks import in_ranks
 from torch import nn
 
 import prsgd
@@ -95,10 +96,11 @@ def average_cost(make_model: Callable[[], nn.Module], num_pairs: int) -> list[li
             optimizer.step()
         num_floats = local.records[0].bytes_sent // 4  # of two workers each sends the whole buffer once
         source, flat = torch.full((num_floats,), 0.0), torch.full((num_floats,), 0.0)
+        group = dist.new_group()  # as LocalSGD does: the default group's connections are warm from the barrier
 
         def bare() -> None:
             flat.copy_(source)
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=group)
             source.copy_(flat)
 
         in_turns((bare, optimizer.step, plain.step), 3, dist.barrier)
@@ -200,13 +202,23 @@ def fleet_cost(num_pairs: int) -> list[list[float]]:
 # The table
 
 
-def average_lines(amount: Amount, deadline: float) -> list[Line]:
+def average_lines(amount: Amount) -> list[Line]:
     lines = []
     for name, make_model, num_pairs, limit in (
         ("0.27M", resnet20, amount.small_pairs, 1.5),
         ("25M", resnet50_tensors, amount.large_pairs, 1.3),
     ):
-        launches = [in_ranks(2, deadline, average_cost, make_model, num_pairs) for _ in range(amount.launches)]
+        launches = [
+            prsgd.launch(
+                average_cost,
+                processes=2,
+                args=(
+                    make_model,
+                    num_pairs,
+                ),
+            )
+            for _ in range(amount.launches)
+        ]
         bare, step, plain = (median(s for ranks in launches for r in ranks for s in r[which]) for which in range(3))
         ours = step - plain
         lines += [
@@ -216,8 +228,17 @@ def average_lines(amount: Amount, deadline: float) -> list[Line]:
     return lines
 
 
-def wait_lines(amount: Amount, deadline: float, step_seconds: float = 0.05) -> list[Line]:
-    ranks = in_ranks(2, deadline, waits, (0, 1, 4), amount.wait_runs, amount.wait_averages, step_seconds)
+def wait_lines(amount: Amount, step_seconds: float = 0.05) -> list[Line]:
+    ranks = prsgd.launch(
+        waits,
+        processes=2,
+        args=(
+            (0, 1, 4),
+            amount.wait_runs,
+            amount.wait_averages,
+            step_seconds,
+        ),
+    )
     waited = {d: median(r.wait_seconds for rank in ranks for r in rank[d]) for d in (0, 1, 4)}
     flown = median(r.flight_seconds for rank in ranks for r in rank[1])
     lines = [
@@ -231,19 +252,40 @@ def wait_lines(amount: Amount, deadline: float, step_seconds: float = 0.05) -> l
     return lines
 
 
-def hook_lines(amount: Amount, deadline: float) -> list[Line]:
+def hook_lines(amount: Amount) -> list[Line]:
     lines = []
     for overlap in (0, 1):
-        cost = median(in_ranks(2, deadline, hook_cost, overlap, amount.hook_pairs))
+        cost = median(
+            prsgd.launch(
+                hook_cost,
+                processes=2,
+                args=(
+                    overlap,
+                    amount.hook_pairs,
+                ),
+            )
+        )
         name = f"hooks, a step without average, overlap {overlap}"
         lines.append(Line(name, f"{1e6 * cost:.1f} us", "", "< 20 us", cost < 20e-6))
     return lines
 
 
-def memory_lines(deadline: float) -> list[Line]:
+def memory_lines() -> list[Line]:
     lines = []
     for overlap, hosted in ((0, 1), (1, 1), (0, 4), (2, 4)):
-        held, peak = (max(rows) for rows in zip(*in_ranks(2, deadline, memory, overlap, hosted)))
+        held, peak = (
+            max(rows)
+            for rows in zip(
+                *prsgd.launch(
+                    memory,
+                    processes=2,
+                    args=(
+                        overlap,
+                        hosted,
+                    ),
+                )
+            )
+        )
         target = 1 + hosted * (overlap > 0)
         name = f"memory held, overlap {overlap}, {hosted} hosted"
         lines += [
@@ -253,8 +295,8 @@ def memory_lines(deadline: float) -> list[Line]:
     return lines
 
 
-def fleet_lines(amount: Amount, deadline: float) -> list[Line]:
-    [(plain, fleet)] = in_ranks(1, deadline, fleet_cost, amount.fleet_pairs)
+def fleet_lines(amount: Amount) -> list[Line]:
+    [(plain, fleet)] = prsgd.launch(fleet_cost, processes=1, args=(amount.fleet_pairs,))
     ratio = median(p / f for p, f in zip(plain, fleet))
     return [
         Line("step of 8 ResNet-20s, 8 optimizers", f"{1e3 * median(plain):.1f} ms"),
@@ -273,15 +315,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke run: few pairs, no meaningful numbers")
     parser.add_argument("--limit-seconds", type=float, default=1200.0, help="time limit of the whole (default: 1200)")
     args = parser.parse_args()
-    amount, deadline = QUICK if args.quick else Amount(), time.monotonic() + args.limit_seconds
+    amount = QUICK if args.quick else Amount()
+    signal.alarm(math.ceil(args.limit_seconds))  # ends this process, and with it the ranks
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f} at the start")
     print(f"{Line('measurement', 'median', 'ratio', 'target')} reached\n{'-' * 80}", flush=True)
     parts: tuple[Callable[[], list[Line]], ...] = (
-        lambda: average_lines(amount, deadline),
-        lambda: wait_lines(amount, deadline),
-        lambda: hook_lines(amount, deadline),
-        lambda: memory_lines(deadline),
-        lambda: fleet_lines(amount, deadline),
+        lambda: average_lines(amount),
+        lambda: wait_lines(amount),
+        lambda: hook_lines(amount),
+        lambda: memory_lines(),
+        lambda: fleet_lines(amount),
     )
     for part in parts:
         print(*part(), sep="\n", flush=True)

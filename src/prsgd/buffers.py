@@ -76,17 +76,15 @@ class Buffers:
 
     def sums(self, rows: Tensor, counts: Sequence[bool]) -> Tensor:
         """What the hosted workers add to the sum: the counters of all, the packed ``rows`` of those that count."""
-        out = rows.new_zeros(self.sum_width)
-        if self.sum_width:
-            counters = out[: self._num_workers * self._num_counters].view(self._num_workers, self._num_counters)
-            for i, worker in enumerate(self._workers):
-                # Above what all last took over: small numbers, exact in float32.
-                counters[worker] = _stack(self._counters[i], out.device) - self._counted
-            for row, count in zip(rows, counts):
-                if count:
-                    out[counters.numel() : -1] += row
-                    out[-1] += 1
-        return out
+        if not self.sum_width:
+            return rows.new_zeros(0)
+        counters = rows.new_zeros(self._num_workers, self._num_counters)
+        for i, worker in enumerate(self._workers if self._num_counters else ()):
+            # Above what all last took over: small numbers, exact in float32.
+            counters[worker] = _stack(self._counters[i], rows.device) - self._counted
+        counted = rows[list(counts)] if not all(counts) else rows
+        stats = counted[0] if len(counted) == 1 else counted.sum(dim=0)
+        return torch.cat([counters.view(-1), stats, rows.new_tensor([len(counted)])])
 
     def write(self, i: int, pooled: tuple[Tensor, Tensor]) -> None:
         """Give worker i the buffers of all."""
@@ -96,7 +94,8 @@ class Buffers:
             tensors = [_tensor(home) for home in homes]
             parts = torch.split_with_sizes(stats, [t.numel() for t in tensors])
             torch._foreach_copy_(tensors, [v if t.dim() == 1 else v.view(t.shape) for v, t in zip(parts, tensors)])
-        if self._counters[i]:
+        own = _stack(self._counters[i], counters.device)
+        if not torch.equal(own, counters):
             torch._foreach_copy_([_tensor(home) for home in self._counters[i]], list(counters.unbind(0)))
 
     def adopt(self, pooled: tuple[Tensor, Tensor]) -> None:

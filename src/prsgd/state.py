@@ -49,9 +49,9 @@ class Rows:
         self._meta = [(p.shape, p.dtype, p.device) for p in first]
         if matrix is None:
             self._pointers = [p.data_ptr() for p in first]
-            self._groups = [_groups(first)]
+            self._groups = [_groups(first, self.dtype)]
         else:
-            self._groups = [_groups([row]) for row in matrix]
+            self._groups = [_groups([row], self.dtype) for row in matrix]
 
     def refresh(self) -> None:
         """Follow a user's model whose tensors were replaced (``p.data = ...``) by others of the same kind."""
@@ -65,31 +65,32 @@ class Rows:
                 was, now = (f"{list(s)} {d} on {v}" for s, d, v in (meta, (p.shape, p.dtype, p.device)))
                 raise ValueError(f"parameter {name!r} was {was} when training started and is {now}")
         self._pointers = [p.data_ptr() for p in named.values()]
-        self._groups = [_groups(list(named.values()))]
+        self._groups = [_groups(list(named.values()), self.dtype)]
 
     def pack(self, i: int, out: Tensor) -> Tensor:
         """out <- x_i; returns its sum, which is finite unless a number is not (or the sum overflows)."""
         sums = []
-        for pieces, sizes, start, stop in self._groups[i]:
-            part = out[start:stop]
-            _gather(pieces, sizes, part)
+        for group in self._groups[i]:
+            part = out[group.start : group.stop]
+            group.gather(part)
             sums.append(part.sum())
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
     def add(self, i: int, delta: Tensor) -> None:
         """x_i <- x_i + delta"""
-        for pieces, sizes, start, stop in self._groups[i]:
-            torch._foreach_add_(pieces, _views(delta[start:stop], pieces, sizes))
+        for group in self._groups[i]:
+            torch._foreach_add_(group.pieces, group.views(delta[group.start : group.stop]))
 
     def replace(self, i: int, row: Tensor) -> float:
         """x_i <- row; returns how far it moved, squared."""
         squares: list[Tensor] = []
-        for pieces, sizes, start, stop in self._groups[i]:
-            if self._scratch is None or len(self._scratch) < stop - start:
-                self._scratch = torch.empty(stop - start, dtype=self.dtype, device=self.device)
-            old, new = self._scratch[: stop - start], row[start:stop]
-            _gather(pieces, sizes, old)
-            torch._foreach_copy_(pieces, _views(new, pieces, sizes))
+        for group in self._groups[i]:
+            size = group.stop - group.start
+            if self._scratch is None or len(self._scratch) < size:
+                self._scratch = torch.empty(size, dtype=self.dtype, device=self.device)
+            old, new = self._scratch[:size], row[group.start : group.stop]
+            group.gather(old)
+            torch._foreach_copy_(group.pieces, group.views(new))
             squares.append(torch.linalg.vector_norm(old.sub_(new)))
         return float(torch.stack(squares).double().square().sum())
 
@@ -104,39 +105,43 @@ def subtract_from(target: Tensor, row: Tensor) -> float:
     return float(torch.stack(squares).double().square().sum())
 
 
-Group = tuple[list[Tensor], list[int], int, int]
+class _Group:
+    """Pieces of a worker's tensors that lie one after the other at [start, stop) of its row."""
+
+    def __init__(self, pieces: list[Tensor], start: int, dtype: torch.dtype) -> None:
+        self.pieces, self._sizes = pieces, [p.numel() for p in pieces]
+        self.start, self.stop = start, start + sum(self._sizes)
+        self._flat = all(p.dim() == 1 for p in pieces)
+        self._one_dtype = all(p.dtype == dtype for p in pieces)
+
+    def gather(self, out: Tensor) -> None:
+        """out <- the pieces"""
+        if self._flat and self._one_dtype:
+            torch.cat(self.pieces, out=out)  # one kernel, where a copy for each piece costs a microsecond a piece
+        else:
+            torch._foreach_copy_(self.views(out), self.pieces)
+
+    def views(self, part: Tensor) -> list[Tensor]:
+        """A part of a row, seen as the pieces."""
+        views = torch.split_with_sizes(part, self._sizes)
+        return list(views) if self._flat else [v.view(p.shape) for v, p in zip(views, self.pieces)]
 
 
-def _groups(tensors: Sequence[Tensor]) -> list[Group]:
-    """Pieces of the tensors with their sizes and their place [start, stop) in the row, about CHUNK numbers a group."""
+def _groups(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[_Group]:
+    """The tensors in groups of about CHUNK numbers; large ones are cut."""
     pieces: list[Tensor] = []
     for t in tensors:
         t = t.detach()
         pieces += (
             t.view(-1).split(CHUNK) if t.is_contiguous() else [t]
-        )  # others keep their shape: a row has logical order
-    groups: list[Group] = []
+        )  # a row has logical order
+    groups: list[_Group] = []
     batch: list[Tensor] = []
     start = size = 0
     for piece in pieces:
         if batch and size + piece.numel() > CHUNK:
-            groups.append((batch, [p.numel() for p in batch], start, start + size))
+            groups.append(_Group(batch, start, dtype))
             batch, start, size = [], start + size, 0
         batch.append(piece)
         size += piece.numel()
-    groups.append((batch, [p.numel() for p in batch], start, start + size))
-    return groups
-
-
-def _gather(pieces: list[Tensor], sizes: list[int], out: Tensor) -> None:
-    """out <- the pieces, one after the other."""
-    if all(p.dim() == 1 and p.dtype == out.dtype for p in pieces):
-        torch.cat(pieces, out=out)  # one kernel, where a copy for each piece costs a microsecond a piece
-    else:
-        torch._foreach_copy_(_views(out, pieces, sizes), pieces)
-
-
-def _views(row: Tensor, pieces: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
-    if len(pieces) == 1 and pieces[0].dim() == 1:
-        return [row]
-    return [v if p.dim() == 1 else v.view(p.shape) for v, p in zip(torch.split_with_sizes(row, sizes), pieces)]
+    return [*groups, _Group(batch, start, dtype)]
