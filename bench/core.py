@@ -37,15 +37,15 @@ rest that it touched."""
 class Amount:
     """How much is measured."""
 
-    launches: int = 5
+    launches: int = 3
     """Of the two ranks, for an average's cost: gloo's speed differs from launch to launch more than within one."""
     small_pairs: int = 300
-    large_pairs: int = 20
+    large_pairs: int = 35
     """In each launch."""
     hook_pairs: int = 5000
-    wait_runs: int = 10
-    wait_averages: int = 11
-    """Of each run; 10 runs of 11 are 110 for each overlap."""
+    wait_runs: int = 4
+    wait_averages: int = 26
+    """Of each run; 4 runs of 26 are 104 for each overlap."""
     fleet_pairs: int = 100
 
 
@@ -209,15 +209,7 @@ def average_lines(amount: Amount) -> list[Line]:
         ("25M", resnet50_tensors, amount.large_pairs, 1.3),
     ):
         launches = [
-            prsgd.launch(
-                average_cost,
-                processes=2,
-                args=(
-                    make_model,
-                    num_pairs,
-                ),
-            )
-            for _ in range(amount.launches)
+            prsgd.launch(average_cost, processes=2, args=(make_model, num_pairs)) for _ in range(amount.launches)
         ]
         bare, step, plain = (median(s for ranks in launches for r in ranks for s in r[which]) for which in range(3))
         ours = step - plain
@@ -229,16 +221,8 @@ def average_lines(amount: Amount) -> list[Line]:
 
 
 def wait_lines(amount: Amount, step_seconds: float = 0.05) -> list[Line]:
-    ranks = prsgd.launch(
-        waits,
-        processes=2,
-        args=(
-            (0, 1, 4),
-            amount.wait_runs,
-            amount.wait_averages,
-            step_seconds,
-        ),
-    )
+    args = ((0, 1, 4), amount.wait_runs, amount.wait_averages, step_seconds)
+    ranks = prsgd.launch(waits, processes=2, args=args)
     waited = {d: median(r.wait_seconds for rank in ranks for r in rank[d]) for d in (0, 1, 4)}
     flown = median(r.flight_seconds for rank in ranks for r in rank[1])
     lines = [
@@ -255,16 +239,7 @@ def wait_lines(amount: Amount, step_seconds: float = 0.05) -> list[Line]:
 def hook_lines(amount: Amount) -> list[Line]:
     lines = []
     for overlap in (0, 1):
-        cost = median(
-            prsgd.launch(
-                hook_cost,
-                processes=2,
-                args=(
-                    overlap,
-                    amount.hook_pairs,
-                ),
-            )
-        )
+        cost = median(prsgd.launch(hook_cost, processes=2, args=(overlap, amount.hook_pairs)))
         name = f"hooks, a step without average, overlap {overlap}"
         lines.append(Line(name, f"{1e6 * cost:.1f} us", "", "< 20 us", cost < 20e-6))
     return lines
@@ -273,19 +248,7 @@ def hook_lines(amount: Amount) -> list[Line]:
 def memory_lines() -> list[Line]:
     lines = []
     for overlap, hosted in ((0, 1), (1, 1), (0, 4), (2, 4)):
-        held, peak = (
-            max(rows)
-            for rows in zip(
-                *prsgd.launch(
-                    memory,
-                    processes=2,
-                    args=(
-                        overlap,
-                        hosted,
-                    ),
-                )
-            )
-        )
+        held, peak = map(max, zip(*prsgd.launch(memory, processes=2, args=(overlap, hosted))))
         target = 1 + hosted * (overlap > 0)
         name = f"memory held, overlap {overlap}, {hosted} hosted"
         lines += [

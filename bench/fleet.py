@@ -77,11 +77,12 @@ def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], num_workers: 
         torch.randn(20_000, *shape), torch.randint(10, (20_000,)), num_workers=num_workers, batch_size=BATCH_SIZE
     )
     batches = fetching(data)
+    one_step(make(), 2, torch.randn(2, 2, *shape), torch.zeros(2, 2, dtype=torch.long))  # loads the code it needs
     model = make()
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     before = resident_bytes("VmRSS")
     fleet = prsgd.Fleet(model, num_workers)
-    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.01, momentum=0.9, foreach=True)  # many small tensors
     x, y = batches()
 
     def fleet_step() -> None:
@@ -109,6 +110,14 @@ def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], num_workers: 
         plain, ours = in_turns((plain_step, fleet_step), pairs, lambda: None)
         [fetched] = in_turns((batches,), max(3, pairs), lambda: None)
     return Result(fleet.mode, median(plain), median(ours), held, median(fetched) / median(ours))
+
+
+def one_step(model: nn.Module, num_workers: int, x: Tensor, y: Tensor) -> None:
+    fleet = prsgd.Fleet(model, num_workers)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.01, momentum=0.9, foreach=True)
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2)):
+        fleet.backward(cross_entropy, x, y)
+        optimizer.step()
 
 
 def fetching(data: Shards) -> Callable[[], tuple[Tensor, Tensor]]:

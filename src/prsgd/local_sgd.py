@@ -327,8 +327,12 @@ class LocalSGD:
                 w.steps += w.took_step
                 w.skips = False
                 stepped = True
-        if stepped:
+        if stepped and (self._fleet is not None or self._is_boundary(self._workers[0])):
             self._guarded_advance()
+
+    def _is_boundary(self, w: Worker) -> bool:
+        """Has a lone worker to open or close a round? Most steps are over here."""
+        return w.round is None or self._closing(w) is not None
 
     def _advance(self) -> None:
         """At a step boundary: open and close rounds, and launch an average whenever all hosted workers have closed."""
