@@ -132,9 +132,7 @@ def _groups(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[_Group]:
     pieces: list[Tensor] = []
     for t in tensors:
         t = t.detach()
-        pieces += (
-            t.view(-1).split(CHUNK) if t.is_contiguous() else [t]
-        )  # a row has logical order
+        pieces += t.view(-1).split(CHUNK) if t.is_contiguous() else [t]  # a row has logical order
     groups: list[_Group] = []
     batch: list[Tensor] = []
     start = size = 0
