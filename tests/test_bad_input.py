@@ -109,7 +109,7 @@ def test_nothing_to_train() -> None:
 
 
 def test_not_a_model() -> None:
-    with pytest.raises(ValueError, match=r"model must be an nn\.Module or a Fleet, got 3"):
+    with pytest.raises(ValueError, match=r"model must be an nn\.Module or a Fleet, got a int"):
         prsgd.LocalSGD(3, sgd(model()), schedule=prsgd.every(4))  # type: ignore[arg-type]
 
 

@@ -436,7 +436,8 @@ def rank_consensus_split(rank: int) -> str:
 def test_consensus_at_different_steps_is_an_error_on_all() -> None:
     for said in run_ranks(rank_consensus_split, 3):
         assert said == (
-            "round 1: 1 workers called consensus() while 2 averaged: call it at the same step on all workers"
+            "round 1: 1 of 3 workers called consensus() while 2 averaged: "
+            "all must call it between the same two averages"
         )
 
 

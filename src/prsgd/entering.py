@@ -28,7 +28,7 @@ def hosted(model: nn.Module | Fleet, comm: Communicator) -> tuple[tuple[nn.Modul
     elif isinstance(model, nn.Module):
         models, rows = (model,), Rows([trainable(model)], None)
     else:
-        raise ValueError(f"model must be an nn.Module or a Fleet, got {model!r}")
+        raise ValueError(f"model must be an nn.Module or a Fleet, got a {type(model).__name__}")
     if len(comm.workers) != len(models):
         raise ValueError(
             f"comm hosts {len(comm.workers)} workers in this process, the model is {len(models)}; a Fleet hosts several"

@@ -46,6 +46,8 @@ def launch(fn: Callable[..., R], *, processes: int, args: Sequence[Any] = (), th
     """
     processes = whole_number("processes", processes, at_least=1)
     threads = whole_number("threads", threads, at_least=1)
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise ValueError(f"args must be a list or tuple of fn's arguments, got {args!r}")
     job = pickle.dumps((_importable(fn), tuple(args), threads))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -132,7 +134,8 @@ def _death(number: int, ranks: Sequence[_Rank[Any]]) -> str:
     how = f"exited with code {code}"
     if code is not None and code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
-    return f"rank {number} of {len(ranks)} {how} before its function returned"
+    hint = " (is launch() called under if __name__ == '__main__'?)" if code == 1 else ""
+    return f"rank {number} of {len(ranks)} {how} before its function returned{hint}"
 
 
 def _earliest(number: int, failure: tuple[float, bool, str], ranks: Sequence[_Rank[Any]]) -> tuple[int, str]:

@@ -146,6 +146,6 @@ class Tower:
     def _split(self, sums: Sums) -> MismatchError:
         averaged = self._comm.num_workers - sums.consensus - sums.done
         return MismatchError(
-            f"round {self._ledger.round + 1}: {sums.consensus:g} workers called consensus() while {averaged:g} "
-            "averaged: call it at the same step on all workers"
+            f"round {self._ledger.round + 1}: {sums.consensus:g} of {self._comm.num_workers} workers called "
+            f"consensus() while {averaged:g} averaged: all must call it between the same two averages"
         )
