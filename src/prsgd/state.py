@@ -89,9 +89,8 @@ class Rows:
             if self._scratch is None or len(self._scratch) < size:
                 self._scratch = torch.empty(size, dtype=self.dtype, device=self.device)
             old, new = self._scratch[:size], row[group.start : group.stop]
-            group.gather(old)
+            squares.append(torch.linalg.vector_norm(group.subtract(new, out=old)))
             torch._foreach_copy_(group.pieces, group.views(new))
-            squares.append(torch.linalg.vector_norm(old.sub_(new)))
         return float(torch.stack(squares).double().square().sum())
 
 
@@ -120,6 +119,13 @@ class _Group:
             torch.cat(self.pieces, out=out)  # one kernel, where a copy for each piece costs a microsecond a piece
         else:
             torch._foreach_copy_(self.views(out), self.pieces)
+
+    def subtract(self, part: Tensor, out: Tensor) -> Tensor:
+        """out <- the pieces - part"""
+        if self._flat and self._one_dtype and len(self.pieces) == 1:
+            return torch.sub(self.pieces[0], part, out=out)
+        self.gather(out)
+        return out.sub_(part)
 
     def views(self, part: Tensor) -> list[Tensor]:
         """A part of a row, seen as the pieces."""
