@@ -65,6 +65,8 @@ class Result:
     mode: str
     plain_seconds: float
     fleet_seconds: float
+    compiled_seconds: float | None
+    """With ``compile=True``, where the fleet runs by vmap."""
     models_held: float
     """Memory of the fleet and its optimizer, in models."""
     fetch_share: float
@@ -85,11 +87,15 @@ def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], num_workers: 
     optimizer = torch.optim.SGD(fleet.parameters(), lr=0.01, momentum=0.9, foreach=True)  # many small tensors
     x, y = batches()
 
-    def fleet_step() -> None:
-        optimizer.zero_grad()
-        fleet.backward(cross_entropy, x, y)
-        optimizer.step()
+    def stepping(fleet: prsgd.Fleet, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        def step() -> None:
+            optimizer.zero_grad()
+            fleet.backward(cross_entropy, x, y)
+            optimizer.step()
 
+        return step
+
+    fleet_step = stepping(fleet, optimizer)
     with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(10**9)):
         for _ in range(2 if pairs > 1 else 1):
             fleet_step()
@@ -107,9 +113,17 @@ def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], num_workers: 
 
         if pairs > 1:
             plain_step()
-        plain, ours = in_turns((plain_step, fleet_step), pairs, lambda: None)
+        variants = [plain_step, fleet_step]
+        if fleet.mode == "vmap":
+            compiled = prsgd.Fleet(model, num_workers, compile=True)
+            own_optimizer = torch.optim.SGD(compiled.parameters(), lr=0.01, momentum=0.9, foreach=True)
+            variants.append(stepping(compiled, own_optimizer))
+            variants[-1]()
+            variants[-1]()
+        plain, ours, *others = in_turns(variants, pairs, lambda: None)
         [fetched] = in_turns((batches,), max(3, pairs), lambda: None)
-    return Result(fleet.mode, median(plain), median(ours), held, median(fetched) / median(ours))
+    compiled_seconds = median(others[0]) if others else None
+    return Result(fleet.mode, median(plain), median(ours), compiled_seconds, held, median(fetched) / median(ours))
 
 
 def one_step(model: nn.Module, num_workers: int, x: Tensor, y: Tensor) -> None:
@@ -138,10 +152,12 @@ def rows(quick: bool) -> list[str]:
             ratio = result.plain_seconds / result.fleet_seconds
             cost[num_workers] = result.fleet_seconds / num_workers
             target = f"{case.target:g}x" if case.target is not None and num_workers == 64 else ""
+            compiled = f"{result.fleet_seconds / result.compiled_seconds:.2f}x" if result.compiled_seconds else ""
             lines.append(
                 f"| {case.name} | {num_workers} | {result.mode} | {1e3 * result.plain_seconds:.1f} | "
                 f"{1e3 * result.fleet_seconds:.1f} | {ratio:.2f}x | {target} | "
-                f"{1e6 * cost[num_workers]:.0f} | {result.models_held / num_workers:.2f} | {result.fetch_share:.1%} |"
+                f"{compiled} | {1e6 * cost[num_workers]:.0f} | {result.models_held / num_workers:.2f} | "
+                f"{result.fetch_share:.1%} |"
             )
             print(lines[-1], flush=True)
         if len(cost) > 1:
@@ -154,9 +170,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke run: N = 8, no meaningful numbers")
     args = parser.parse_args()
     print(
-        "| model | N | mode | plain, ms | fleet, ms | ratio | target | us a worker | models held a worker | fetching |"
+        "| model | N | mode | plain, ms | fleet, ms | ratio | target | compiled | us a worker | models held a worker | "
+        "fetching |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     rows(args.quick)
 
 

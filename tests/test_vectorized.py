@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from typing import Any
 
@@ -22,8 +23,10 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
-def train(mode: str, kind: str, num_steps: list[int], **options: Any) -> tuple[prsgd.Fleet, prsgd.LocalSGD]:
-    fleet = prsgd.Fleet(model(kind), len(num_steps), mode=mode)
+def train(
+    mode: str, kind: str, num_steps: list[int], *, compile: bool = False, **options: Any
+) -> tuple[prsgd.Fleet, prsgd.LocalSGD]:
+    fleet = prsgd.Fleet(model(kind), len(num_steps), mode=mode, compile=compile)
     optimizer = torch.optim.SGD(fleet.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
     taken = dict.fromkeys(fleet.workers, 0)
     with prsgd.LocalSGD(fleet, optimizer, **options) as local:
@@ -251,3 +254,59 @@ def test_channels_last_inputs_for_convolutions() -> None:
     fleet = prsgd.Fleet(Watching(3, 4, 3), 2)
     fleet.backward(lambda out, _: out.sum(), torch.randn(2, 5, 3, 8, 8), [None, None])
     assert seen == [True, True]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own, of which it has many
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["mlp", "batchnorm"])
+def test_compiled_is_the_loop_to_rounding(kind: str) -> None:
+    """Also when workers wait (period 1 against 3) and at the end of their data, where the compiled step is left."""
+    options: dict[str, Any] = {"schedule": prsgd.per_worker([3, 1, 3]), "overlap": 1}
+    fast, _ = train("vmap", kind, [8, 8, 5], compile=True, **options)
+    slow, _ = train("loop", kind, [8, 8, 5], **options)
+    assert fast.compile
+    assert fast._vectorized is not None
+    assert len(fast._vectorized._compiled or ()) == 1
+    torch.testing.assert_close(fast.rows, slow.rows, rtol=1e-11, atol=1e-13)
+    for a, b in zip(fast.modules, slow.modules):
+        for (name, mine), theirs in zip(a.named_buffers(), b.buffers()):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13, msg=name)
+    again = prsgd.Fleet(model(kind), 3)
+    again.load_state_dict(fast.state_dict())
+    assert (again.mode, again.compile) == ("vmap", True)
+
+
+def test_compile_where_it_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"compile=True is for mode='vmap'$"):
+        prsgd.Fleet(model(), 8, mode="loop", compile=True)
+    with pytest.raises(ValueError, match="this model has layers for which that is slower"):
+        prsgd.Fleet(nn.Sequential(nn.Conv2d(1, 2, 3)), 8, compile=True)
+    assert prsgd.Fleet(model(), 2, compile=True).mode == "vmap"  # asked for, so also for few workers
+
+
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        def run(*_: Any) -> Any:
+            raise RuntimeError("no C++ compiler found\nand much more")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", failing)
+    fleet = prsgd.Fleet(model(), 2, compile=True)
+    x, y = torch.randn(2, 4, 6, dtype=torch.float64), torch.randint(3, (2, 4))
+    with pytest.raises(ValueError, match=r"cannot run this model and loss, leave it off: no C\+\+ compiler found$"):
+        fleet.backward(cross_entropy, x, y)
+
+
+def test_a_new_lambda_at_every_step_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda program, **_: program)
+    fleet = prsgd.Fleet(model(), 2, compile=True)
+    x, y = torch.randn(2, 4, 6, dtype=torch.float64), torch.randint(3, (2, 4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(7):
+            fleet.backward(lambda out, y: cross_entropy(out, y), x, y)
+    [warning] = caught
+    assert "5 different loss functions" in str(warning.message)
+    assert warning.filename == __file__

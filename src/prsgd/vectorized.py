@@ -6,6 +6,8 @@ those of the loop to rounding, BatchNorm statistics included.
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,24 +22,41 @@ FEWEST = 8
 """Hosted workers from which vmap is chosen: for fewer there is little to gain, and the loop gives the last bit of
 the run with a process for each worker."""
 
+MANY = 4
+"""Compiled loss functions after which another is probably a lambda made at every step."""
+
 LossFn = Callable[[Any, Any], Tensor]
+
+
+Program = Callable[..., tuple[dict[str, Tensor], Tensor]]
+"""(parameters, buffers, x, y), all with the workers in front -> gradients and losses."""
 
 
 class CannotVectorize(Exception):  # noqa: N818 - not an error: the loop takes over
     """vmap does not take this model, loss or batch."""
 
 
-def suits(model: nn.Module, num_hosted: int) -> bool:
+class CannotCompile(Exception):  # noqa: N818 - like the one above
+    """torch.compile fails where vmap alone does not."""
+
+
+def suits(model: nn.Module, num_hosted: int = FEWEST) -> bool:
     """Is vmap the better choice? By structure: not for convolutions, recurrences or random layers."""
     slow = (_ConvNd, _DropoutNd, nn.RNNBase, nn.RReLU, nn.MultiheadAttention)
     return num_hosted >= FEWEST and not any(isinstance(m, slow) for m in model.modules())
 
 
 class Vectorized:
-    """A fleet's modules seen as one: parameter k of all workers is a view (n, ...) of the rows."""
+    """A fleet's modules seen as one: parameter k of all workers is a view (n, ...) of the rows.
 
-    def __init__(self, modules: Sequence[nn.Module], named: Sequence[Mapping[str, Parameter]], rows: Tensor) -> None:
+    ``compiled``: steps that all hosted workers take run as one program made by torch.compile for each loss function.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], named: Sequence[Mapping[str, Parameter]], rows: Tensor, compiled: bool
+    ) -> None:
         self._modules, self._named = modules, named
+        self._compiled: dict[LossFn, Program] | None = {} if compiled else None
         first = named[0]
         parts = rows.split([p.numel() for p in first.values()], dim=1)
         self._parameters = {
@@ -58,16 +77,17 @@ class Vectorized:
         before = {k: v[chosen].clone() for k, v in self._buffers.items()}
         buffers = self._buffers if everyone else {k: v.clone() for k, v in before.items()}
 
-        def loss(parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Any, y: Any) -> Tensor:
-            return loss_fn(functional_call(self._modules[0], {**parameters, **buffers}, (x,)), y)
-
+        program = self._program(loss_fn)
+        run = program if self._compiled is None or not everyone else self._compile(loss_fn, program)
         try:
-            gradients, losses = vmap(grad_and_value(loss))(parameters, buffers, xs, ys)
+            gradients, losses = run(parameters, buffers, xs, ys)
         except Exception as error:  # of any kind: whatever vmap has no rule for
             for name, value in before.items():
                 self._buffers[name][chosen] = value
             self._ordinary_gradients(loss_fn, xs[0], ys[0])  # shows the user's own mistakes as they are
-            raise CannotVectorize(str(error).strip().splitlines()[0] if str(error).strip() else repr(error)) from error
+            if run is not program and _runs(program, parameters, before, xs, ys):
+                raise CannotCompile(_first_line(error)) from error
+            raise CannotVectorize(_first_line(error)) from error
         if not everyone:
             for name, value in buffers.items():
                 self._buffers[name][chosen] = value
@@ -83,6 +103,30 @@ class Vectorized:
                     p.grad += part
         found: Tensor = losses.detach()
         return found
+
+    def _program(self, loss_fn: LossFn) -> Program:
+        model = self._modules[0]
+
+        def loss(parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Any, y: Any) -> Tensor:
+            return loss_fn(functional_call(model, {**parameters, **buffers}, (x,)), y)
+
+        program: Program = vmap(grad_and_value(loss))
+        return program
+
+    def _compile(self, loss_fn: LossFn, program: Program) -> Program:
+        assert self._compiled is not None
+        if loss_fn not in self._compiled:
+            if len(self._compiled) == MANY:
+                warnings.warn(
+                    f"compile=True: {MANY + 1} different loss functions, each compiled anew: pass the same object at "
+                    "every step, not a new lambda",
+                    UserWarning,
+                    stacklevel=5,
+                )
+            apart = {"isolate_recompiles": True}  # newer torch: else all fleets of a process share one limit of 8
+            known = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+            self._compiled[loss_fn] = torch.compile(program, **(apart if known else {}))  # type: ignore[call-overload]
+        return self._compiled[loss_fn]
 
     def _batch(self, batch: Any, places: Sequence[int]) -> Tensor:
         if isinstance(batch, Tensor):
@@ -135,6 +179,19 @@ class Vectorized:
                 m.get_buffer(name).data_ptr() != place + i * _bytes(stacked[0]) for i, m in enumerate(self._modules)
             ):
                 self._buffers[name] = self._stack(name)
+
+
+def _runs(program: Program, parameters: Any, buffers: Mapping[str, Tensor], xs: Tensor, ys: Tensor) -> bool:
+    try:
+        program(parameters, {k: v.clone() for k, v in buffers.items()}, xs, ys)
+    except Exception:  # whatever it is, it is the same as before
+        return False
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else repr(error)
 
 
 def _bytes(tensor: Tensor) -> int:
