@@ -22,10 +22,11 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from models import resnet20, resnet50_tensors
+from models import resnet50_tensors
 from torch import nn
 
 import prsgd
+from prsgd.tasks.resnet import resnet
 
 NEVER = prsgd.every(10**9)
 ROWS_TOLERANCE = 0.05
@@ -175,9 +176,9 @@ def resident_bytes(kind: str) -> int:
 def fleet_cost(num_pairs: int) -> list[list[float]]:
     """Seconds of a step of 8 ResNet-20s: plain modules with an optimizer each, and a hooked fleet."""
     torch.manual_seed(0)
-    model = resnet20()
+    model = resnet(20)
     x, y = torch.randn(8, 4, 3, 32, 32), torch.randint(10, (8, 4))
-    modules = [resnet20() for _ in range(8)]
+    modules = [resnet(20) for _ in range(8)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in modules]
     fleet = prsgd.Fleet(model, 8, mode="loop")
     optimizer = torch.optim.SGD(fleet.parameters(), lr=0.01, momentum=0.9)
@@ -204,7 +205,7 @@ def fleet_cost(num_pairs: int) -> list[list[float]]:
 def average_lines(amount: Amount) -> list[Line]:
     lines = []
     for name, make_model, num_pairs, limit in (
-        ("0.27M", resnet20, amount.small_pairs, 1.5),
+        ("0.27M", resnet, amount.small_pairs, 1.5),
         ("25M", resnet50_tensors, amount.large_pairs, 1.3),
     ):
         launches = [

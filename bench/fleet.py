@@ -16,12 +16,12 @@ from statistics import median
 
 import torch
 from core import in_turns, resident_bytes
-from models import resnet20
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import prsgd
 from prsgd.data import Shards
+from prsgd.tasks.resnet import resnet
 
 BATCH_SIZE = 32
 
@@ -56,7 +56,7 @@ CASES = (
     Case("linear 784-10", linear, (784,), {8: 200, 64: 60, 256: 20}, 2.5),
     Case("MLP 784-128-10", mlp, (784,), {8: 100, 64: 30, 256: 10}, 1.5),
     Case("CNN, 5.3k", cnn, (1, 28, 28), {8: 30, 64: 8, 256: 3}, None),
-    Case("ResNet-20", resnet20, (3, 32, 32), {8: 10, 64: 3, 256: 1}, 0.98),
+    Case("ResNet-20", resnet, (3, 32, 32), {8: 10, 64: 3, 256: 1}, 0.98),
 )
 
 

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 import prsgd
 from prsgd.data import Shards
 from prsgd.tasks import digits
+from prsgd.tasks.base import Data
 
 NUM_WORKERS = 8
 
@@ -53,7 +54,7 @@ def main(epochs: int = 20, periods: Sequence[int] = (1, 8)) -> list[Result]:
     return results
 
 
-def train(data: digits.Digits, *, period: int, epochs: int, batch_size: int = 8, lr: float = 0.1) -> Result:
+def train(data: Data, *, period: int, epochs: int, batch_size: int = 8, lr: float = 0.1) -> Result:
     """Train eight copies of one MLP, which end as one model."""
     torch.manual_seed(0)
     fleet = prsgd.Fleet(digits.mlp(), NUM_WORKERS)
@@ -71,7 +72,7 @@ def train(data: digits.Digits, *, period: int, epochs: int, batch_size: int = 8,
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: digits.Digits) -> tuple[float, float]:
+def evaluate(model: nn.Module, data: Data) -> tuple[float, float]:
     """Training loss and test accuracy."""
     loss = cross_entropy(model(data.train_x), data.train_y)
     right = (model(data.test_x).argmax(dim=1) == data.test_y).sum()

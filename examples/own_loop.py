@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import prsgd
 from prsgd.tasks import digits
+from prsgd.tasks.base import Data
 
 
 def main(epochs: int = 4, period: int = 8, batch_size: int = 16) -> list[float]:
@@ -58,7 +59,7 @@ def main(epochs: int = 4, period: int = 8, batch_size: int = 16) -> list[float]:
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, data: digits.Digits) -> float:
+def accuracy(model: nn.Module, data: Data) -> float:
     """Over all test images."""
     return float((model(data.test_x).argmax(dim=1) == data.test_y).float().mean())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
+from collections.abc import Iterable
 
 
 def whole_number(name: str, value: object, *, at_least: int) -> int:
@@ -39,12 +41,28 @@ def positive(name: str, value: object) -> float:
     return float(value)
 
 
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> str:
+def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
     """``value`` if it is one of ``allowed``, or a ValueError.
 
     >>> one_of("optimizer_state", "keep", ("keep", "average", "reset"))
     'keep'
+    >>> one_of("task", "digit", ("cifar10", "digits"))
+    Traceback (most recent call last):
+    ValueError: task must be one of 'cifar10', 'digits', got 'digit': did you mean 'digits'?
     """
+    allowed = tuple(allowed)
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{nearest(value, allowed)}"
+        )
     return value
+
+
+def nearest(value: object, allowed: Iterable[str]) -> str:
+    """A hint to put behind a message, or nothing.
+
+    >>> nearest("perod", ["period", "overlap"])
+    ": did you mean 'period'?"
+    """
+    close = difflib.get_close_matches(value, list(allowed), n=1) if isinstance(value, str) else []
+    return f": did you mean {close[0]!r}?" if close else ""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from prsgd._check import whole_number
+from prsgd.splits import Split, iid
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Equal shares of one data set, drawn anew each epoch: one permutation, shared by all workers.
+    """One data set dealt out to the workers; by default in equal shares, drawn anew each epoch.
 
     Every worker has the same number of steps an epoch; what is left over, less than a batch for each, waits for another
-    epoch. ``workers`` are those hosted here, as in ``fleet.workers``: the others' batches are not fetched.
+    epoch. ``split`` is who gets what: ``iid()``, ``pool()`` or ``dirichlet(alpha)`` of ``prsgd.splits``. ``workers``
+    are those hosted here, as in ``fleet.workers``: the others' batches are not fetched.
 
     >>> x, y = torch.arange(10.0), torch.arange(10)
     >>> shards = Shards(x, y, num_workers=2, batch_size=2)
@@ -32,6 +33,7 @@ class Shards:
     batch_size: int
     seed: int = 0
     workers: range | None = None
+    split: Split = field(default_factory=iid)
 
     def __post_init__(self) -> None:
         whole_number("num_workers", self.num_workers, at_least=1)
@@ -48,17 +50,21 @@ class Shards:
     def steps_per_epoch(self) -> int:
         return len(self.x) // (self.num_workers * self.batch_size)
 
-    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The hosted workers' batches (n, batch_size, ...), step by step."""
+    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The hosted workers' batches (n, batch_size, ...), step by step, from step ``start`` on."""
+        for chosen in self.indices(number)[start:]:
+            yield self.gather(self.x, chosen), self.gather(self.y, chosen)
+
+    def indices(self, number: int) -> Tensor:
+        """Which samples the hosted workers see in an epoch: (steps, n, batch_size)."""
         hosted = self.workers if self.workers is not None else range(self.num_workers)
-        generator = torch.Generator().manual_seed(1_000_003 * self.seed + number)
-        size = self.num_workers * self.steps_per_epoch * self.batch_size
-        chosen = torch.randperm(len(self.x), generator=generator)[:size]
+        per_worker = self.steps_per_epoch * self.batch_size
+        chosen = self.split.deal(self.y, self.num_workers, per_worker, seed=self.seed, epoch=number)
         chosen = chosen.view(self.num_workers, self.steps_per_epoch, self.batch_size)[hosted.start : hosted.stop]
-        for step in range(self.steps_per_epoch):
-            yield self._gather(self.x, chosen[:, step]), self._gather(self.y, chosen[:, step])
+        return chosen.transpose(0, 1)
 
     @staticmethod
-    def _gather(data: Tensor, chosen: Tensor) -> Tensor:
+    def gather(data: Tensor, chosen: Tensor) -> Tensor:
+        """``data[chosen]``, faster."""
         flat = data.index_select(0, chosen.reshape(-1).to(data.device))
         return flat.view(*chosen.shape, *data.shape[1:])

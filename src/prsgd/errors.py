@@ -4,6 +4,8 @@
     ├── UsageError       (RuntimeError)     called at the wrong moment: before start, after finish, ...
     ├── MismatchError    (ValueError)       the workers' models or calls do not fit together
     ├── DivergedError    (ArithmeticError)  no worker has a finite model left
+    ├── DataError        (ValueError)       a data set is missing, damaged or not what it should be
+    ├── CheckpointError  (ValueError)       a checkpoint is damaged or of another run
     ├── LaunchError      (RuntimeError)     a process that launch() started failed
     └── PeerError        (RuntimeError)     another process failed or left
         └── AverageTimeout (TimeoutError)   another process did not come to the average in time
@@ -28,6 +30,14 @@ class MismatchError(PrsgdError, ValueError):
 
 class DivergedError(PrsgdError, ArithmeticError):
     """Every worker's model is NaN or infinite, so there is nothing to restart from."""
+
+
+class DataError(PrsgdError, ValueError):
+    """A data set is missing, damaged or not what it should be."""
+
+
+class CheckpointError(PrsgdError, ValueError):
+    """A checkpoint is damaged, of a newer format, or of another run."""
 
 
 class LaunchError(PrsgdError, RuntimeError):

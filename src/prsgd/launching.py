@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
@@ -49,12 +48,10 @@ def launch(fn: Callable[..., R], *, processes: int, args: Sequence[Any] = (), th
     if isinstance(args, str) or not isinstance(args, Sequence):
         raise ValueError(f"args must be a list or tuple of fn's arguments, got {args!r}")
     job = pickle.dumps((_importable(fn), tuple(args), threads))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(1024)
-        port = listener.getsockname()[1]
-        store = _serve(listener.detach(), port, processes)
-    ranks = [_start(rank, processes, port, job) for rank in range(processes)]
+    from prsgd.comm.joining import loopback_store  # imports torch, which bad arguments need not wait for
+
+    store = loopback_store(0, processes, timeout=timedelta(seconds=60))
+    ranks = [_start(rank, processes, store.port, job) for rank in range(processes)]
     try:
         return _collect(ranks)
     finally:
@@ -69,14 +66,6 @@ class _Rank(Generic[R]):
     """Its result, or its traceback."""
     lifeline: Connection
     """Our end: when this process is gone, however it went, the rank sees it close and ends."""
-
-
-def _serve(fd: int, port: int, processes: int) -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's own export list
-
-    return TCPStore(
-        "127.0.0.1", port, processes, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=fd
-    )
 
 
 def _importable(fn: Callable[..., R]) -> Callable[..., R]:

@@ -48,7 +48,14 @@ def init(*, backend: str | None = None, timeout_seconds: float = 600.0) -> Commu
 def _store(address: str, port: int, size: int, *, serve: bool, loopback: bool, timeout: timedelta) -> TCPStore:
     if not (serve and loopback):
         return TCPStore(address, port, size, serve, timeout, wait_for_workers=False)
-    # TCPStore listens on every interface whatever address it is given, unless it is handed a socket.
+    return loopback_store(port, size, timeout=timeout)
+
+
+def loopback_store(port: int, size: int, *, timeout: timedelta) -> TCPStore:
+    """Serve a store that only this machine reaches; port 0 takes a free one, which is ``store.port`` then.
+
+    TCPStore listens on every interface whatever address it is given, unless it is handed a socket.
+    """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))

@@ -1,0 +1,29 @@
+"""Models with their data and loss, by name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from prsgd._check import one_of
+
+if TYPE_CHECKING:
+    from prsgd.tasks.base import Task
+
+MODULES = {
+    "digits": "prsgd.tasks.digits",
+    "fashion-mnist": "prsgd.tasks.fashion_mnist",
+    "cifar10": "prsgd.tasks.cifar10",
+    "synthetic": "prsgd.tasks.synthetic",
+}
+"""Each has a ``TASK``. Loaded when asked for: they import torch."""
+
+
+def find(name: str) -> Task:
+    """The task of this name.
+
+    >>> find("digits").summary
+    'handwritten digits 8x8, embedded: 1,437 train, 360 test'
+    """
+    task: Task = import_module(MODULES[one_of("task", name, MODULES)]).TASK
+    return task

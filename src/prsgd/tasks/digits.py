@@ -7,30 +7,21 @@ Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, UCI Machin
 from __future__ import annotations
 
 import gzip
-from dataclasses import dataclass
 from importlib.resources import files
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from prsgd.tasks.base import Data, Task
 
 NUM_TRAIN = 1437
 """Images that train; the other 360 test."""
 _SPLIT_SEED = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Digits:
-    """Pixels (n, 64) in [0, 1] as float32, and labels (n,) from 0 to 9 as int64."""
-
-    train_x: Tensor
-    train_y: Tensor
-    test_x: Tensor
-    test_y: Tensor
-
-
-def load() -> Digits:
-    """The images, shuffled and split the same way every time.
+def load() -> Data:
+    """Pixels (n, 64) in [0, 1] and labels (n,) from 0 to 9, shuffled and split the same way every time.
 
     >>> digits = load()
     >>> digits.train_x.shape, digits.test_x.shape
@@ -43,7 +34,7 @@ def load() -> Digits:
     table = torch.from_numpy(rows)
     table = table[torch.randperm(len(table), generator=torch.Generator().manual_seed(_SPLIT_SEED))]
     x, y = table[:, :-1].float() / 16, table[:, -1].clone()
-    return Digits(x[:NUM_TRAIN], y[:NUM_TRAIN], x[NUM_TRAIN:], y[NUM_TRAIN:])
+    return Data(x[:NUM_TRAIN], y[:NUM_TRAIN], x[NUM_TRAIN:], y[NUM_TRAIN:])
 
 
 def mlp() -> nn.Sequential:
@@ -53,3 +44,25 @@ def mlp() -> nn.Sequential:
     4810
     """
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def cnn() -> nn.Sequential:
+    """Two small convolutions and a linear layer.
+
+    >>> sum(p.numel() for p in cnn().parameters())
+    3818
+    """
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(256, 10),
+    )  # fmt: skip
+
+
+TASK = Task(
+    name="digits",
+    summary="handwritten digits 8x8, embedded: 1,437 train, 360 test",
+    models={"mlp": mlp, "cnn": cnn},
+    load=load,
+    defaults={"batch_size": 8, "epochs": 40},
+)

@@ -1,0 +1,145 @@
+"""Who has which data: a common pool, equal random shares, or shares that differ by class."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prsgd._check import nearest, positive
+
+
+class Split(Protocol):
+    """Deals the samples of an epoch out to the workers."""
+
+    def deal(self, labels: Tensor, num_workers: int, per_worker: int, *, seed: int, epoch: int) -> Tensor:
+        """Indices (num_workers, per_worker), the same in every process."""
+        ...
+
+    def owned(self, labels: Tensor, num_workers: int, *, seed: int) -> list[Tensor] | None:
+        """Each worker's samples, where that does not change from epoch to epoch; None: everybody sees everything."""
+        ...
+
+
+@dataclass(frozen=True)
+class pool:  # noqa: N801 - a word in the user's sentence
+    """All workers draw from one pool: each has a permutation of its own in each epoch."""
+
+    def deal(self, labels: Tensor, num_workers: int, per_worker: int, *, seed: int, epoch: int) -> Tensor:
+        orders = [_permutation(len(labels), seed, epoch, 1 + worker) for worker in range(num_workers)]
+        return torch.stack([order[:per_worker] for order in orders])
+
+    def owned(self, labels: Tensor, num_workers: int, *, seed: int) -> list[Tensor] | None:
+        return None
+
+
+@dataclass(frozen=True)
+class iid:  # noqa: N801
+    """Equal shares, drawn anew in each epoch by one permutation that all workers share: every sample is seen once.
+
+    >>> shares = iid().deal(torch.zeros(10), 2, 5, seed=0, epoch=1)
+    >>> shares.shape, sorted(shares.flatten().tolist())
+    (torch.Size([2, 5]), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+    """
+
+    def deal(self, labels: Tensor, num_workers: int, per_worker: int, *, seed: int, epoch: int) -> Tensor:
+        return _permutation(len(labels), seed, epoch)[: num_workers * per_worker].view(num_workers, per_worker)
+
+    def owned(self, labels: Tensor, num_workers: int, *, seed: int) -> list[Tensor] | None:
+        return None
+
+
+@dataclass(frozen=True)
+class dirichlet:  # noqa: N801
+    """Equal shares for good, whose classes are mixed by Dirichlet(alpha): small alpha, few classes a worker.
+
+    Each worker's mixture is drawn once, and its samples without replacement until they are gone (Hsu, Qi, Brown 2019).
+    A worker goes through its own share again and again, in a new order each time.
+
+    >>> labels = torch.arange(1000) % 10
+    >>> shares = dirichlet(0.1).owned(labels, 4, seed=0)
+    >>> [labels[share].bincount(minlength=10).tolist() for share in shares[:2]]  # how many of each class
+    [[3, 0, 0, 0, 100, 6, 0, 0, 41, 100], [5, 0, 100, 0, 0, 0, 45, 100, 0, 0]]
+    """
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        positive("alpha", self.alpha)
+
+    def deal(self, labels: Tensor, num_workers: int, per_worker: int, *, seed: int, epoch: int) -> Tensor:
+        rows = []
+        for worker, share in enumerate(self.owned(labels, num_workers, seed=seed)):
+            begin = epoch * per_worker
+            end = begin + per_worker
+            turns = range(begin // len(share), math.ceil(end / len(share)))
+            order = torch.cat([share[_permutation(len(share), seed, turn, 1 + worker)] for turn in turns])
+            offset = begin - turns.start * len(share)
+            rows.append(order[offset : offset + per_worker])
+        return torch.stack(rows)
+
+    def owned(self, labels: Tensor, num_workers: int, *, seed: int) -> list[Tensor]:
+        cached = self._cache
+        key = (id(labels), num_workers, seed)
+        if key not in cached:
+            cached.clear()
+            cached[key] = self._draw(labels, num_workers, seed)
+        return cached[key]
+
+    @cached_property
+    def _cache(self) -> dict[tuple[int, int, int], list[Tensor]]:
+        return {}
+
+    def _draw(self, labels: Tensor, num_workers: int, seed: int) -> list[Tensor]:
+        random = np.random.default_rng([seed, num_workers])
+        found = labels.cpu().numpy()
+        stacks = [random.permutation(np.flatnonzero(found == label)) for label in np.unique(found)]
+        left = np.array([len(stack) for stack in stacks])
+        share = len(found) // num_workers
+        mixtures = random.dirichlet(np.full(len(stacks), self.alpha), size=num_workers)
+        shares: list[list[np.ndarray]] = [[] for _ in range(num_workers)]
+        missing = np.full(num_workers, share)
+        while missing.any():
+            for worker in np.flatnonzero(missing):
+                weights = mixtures[worker] * (left > 0)
+                if not weights.sum() > 0:  # its classes are gone: any that are left
+                    weights = left.astype(float)
+                wanted = np.minimum(random.multinomial(missing[worker], weights / weights.sum()), left)
+                for label in np.flatnonzero(wanted):
+                    shares[worker].append(stacks[label][left[label] - wanted[label] : left[label]])
+                left -= wanted
+                missing[worker] -= wanted.sum()
+        return [torch.from_numpy(np.sort(np.concatenate(parts))) for parts in shares]
+
+
+def parse(text: str) -> Split:
+    """A split by its name: "pool", "iid", or "dirichlet:0.3".
+
+    >>> parse("dirichlet:0.3")
+    dirichlet(alpha=0.3)
+    """
+    name, _, number = text.partition(":")
+    if name == "dirichlet":
+        try:
+            return dirichlet(float(number))
+        except ValueError:
+            raise ValueError(f'split must say how mixed the shares are, as in "dirichlet:0.5", got {text!r}') from None
+    if text in ("pool", "iid"):
+        return pool() if text == "pool" else iid()
+    raise ValueError(f"split must be pool, iid or dirichlet:ALPHA, got {text!r}{nearest(name, _NAMES)}")
+
+
+_NAMES = ("pool", "iid", "dirichlet")
+
+
+def _permutation(size: int, seed: int, *numbers: int) -> Tensor:
+    """A permutation that depends on these numbers alone."""
+    mixed = seed
+    for number in numbers:
+        mixed = (1_000_003 * mixed + number) % 2**63
+    return torch.randperm(size, generator=torch.Generator().manual_seed(mixed))
