@@ -35,7 +35,7 @@ def test_using_it_imports_no_plotting() -> None:
 ORDER = [
     "errors", "_check", "splits", "data", "datasets", "records", "schedules", "worker", "comm", "averaging", "state",
     "buffers", "optimizer_state", "vectorized", "fleet", "entering", "ledger", "flight", "tower",
-    "local_sgd", "launching", "tasks",
+    "local_sgd", "launching", "tasks", "methods", "config", "checkpoint", "experiment",
 ]  # fmt: skip
 
 

@@ -137,9 +137,13 @@ def parse(text: str) -> Split:
 _NAMES = ("pool", "iid", "dirichlet")
 
 
+def mixed(seed: int, *numbers: int) -> int:
+    """A seed for a generator, from several numbers."""
+    for number in numbers:
+        seed = (1_000_003 * seed + number) % 2**63
+    return seed
+
+
 def _permutation(size: int, seed: int, *numbers: int) -> Tensor:
     """A permutation that depends on these numbers alone."""
-    mixed = seed
-    for number in numbers:
-        mixed = (1_000_003 * mixed + number) % 2**63
-    return torch.randperm(size, generator=torch.Generator().manual_seed(mixed))
+    return torch.randperm(size, generator=torch.Generator().manual_seed(mixed(seed, *numbers)))

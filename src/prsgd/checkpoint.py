@@ -1,0 +1,153 @@
+"""Exact states on disk: safetensors and JSON, nothing pickled.
+
+    checkpoints/step-00000440/rank-0.safetensors    the tensors
+                              rank-0.json           everything else, with a name where a tensor was
+                              manifest-0.json       SHA-256 of both; written last
+
+Each file is written under another name, flushed and renamed, so a file that is there is whole, and a checkpoint without
+a manifest was never finished. Every process of a job keeps its own; they continue from the newest that all have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prsgd.errors import CheckpointError
+
+FORMAT = 1
+KEEP = 2
+"""Checkpoints that are kept: if the newest is damaged, the one before it serves."""
+
+
+class Checkpoints:
+    """The checkpoints of one process of a run."""
+
+    def __init__(self, folder: Path, *, rank: int = 0) -> None:
+        self._folder, self._rank = folder / "checkpoints", rank
+
+    def save(self, step: int, state: Any) -> None:
+        """Write ``state`` (dicts, lists, numbers, texts, tensors) as the checkpoint of ``step``."""
+        from safetensors.torch import save
+
+        tensors: dict[str, Tensor] = {}
+        tree = json.dumps(_pack(state, tensors)).encode()
+        place = self._folder / f"step-{step:08d}"
+        place.mkdir(parents=True, exist_ok=True)
+        files = {f"rank-{self._rank}.safetensors": save(tensors), f"rank-{self._rank}.json": tree}
+        for name, content in files.items():
+            write(place / name, content)
+        sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+        manifest = {"format": FORMAT, "step": step, "sha256": sums}
+        write(place / self._manifest, json.dumps(manifest, indent=2).encode())
+        for old in self._places()[:-KEEP]:
+            shutil.rmtree(old, ignore_errors=True)  # another process may be at it too
+
+    def steps(self) -> list[int]:
+        """The steps of those that are whole, oldest first; a damaged one is named in a warning."""
+        found = []
+        for place in self._places():
+            try:
+                self._check(place)
+            except CheckpointError as error:
+                warnings.warn(f"{error}; it is passed over", UserWarning, stacklevel=2)
+            else:
+                found.append(_step(place))
+        return found
+
+    def load(self, step: int) -> Any:
+        """The state that was saved at ``step``."""
+        from safetensors.torch import load
+
+        place = self._folder / f"step-{step:08d}"
+        self._check(place)
+        tensors = load((place / f"rank-{self._rank}.safetensors").read_bytes())
+        return _unpack(json.loads((place / f"rank-{self._rank}.json").read_bytes()), tensors)
+
+    @property
+    def _manifest(self) -> str:
+        return f"manifest-{self._rank}.json"
+
+    def _places(self) -> list[Path]:
+        """Finished checkpoints, oldest first."""
+        return sorted(p for p in self._folder.glob("step-*") if (p / self._manifest).exists())
+
+    def _check(self, place: Path) -> None:
+        where = f"checkpoint {place}"
+        try:
+            manifest = json.loads((place / self._manifest).read_bytes())
+            version, sums = manifest["format"], manifest["sha256"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{where} has no readable manifest ({error})") from None
+        if not isinstance(version, int) or version > FORMAT:
+            raise CheckpointError(f"{where} has the format {version!r}, this version of prsgd reads up to {FORMAT}")
+        expected = {f"rank-{self._rank}.safetensors", f"rank-{self._rank}.json"}
+        if not isinstance(sums, dict) or set(sums) != expected:
+            raise CheckpointError(f"{where} lists {sorted(sums)!r}, not {sorted(expected)!r}")
+        for name in sorted(expected):
+            try:
+                found = hashlib.sha256((place / name).read_bytes()).hexdigest()
+            except OSError as error:
+                raise CheckpointError(f"{where}: {name} cannot be read ({error.strerror})") from None
+            if found != sums[name]:
+                raise CheckpointError(f"{where}: {name} is damaged (its SHA-256 is not the manifest's)")
+
+
+def write(path: Path, content: bytes) -> None:
+    """Put a file there whole, or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """JSON has no tensors and no keys but texts: both become one-entry objects, marked by their key."""
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+        return {"tensor": name}
+    if isinstance(value, dict):
+        return {"items": [[key, _pack(entry, tensors)] for key, entry in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_pack(entry, tensors) for entry in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a checkpoint holds plain values and tensors, got {type(value).__name__}")
+
+
+def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        [(kind, content)] = value.items()
+        if kind == "tensor":
+            return tensors[content]
+        return {key: _unpack(entry, tensors) for key, entry in content}
+    if isinstance(value, list):
+        return [_unpack(entry, tensors) for entry in value]
+    return value
+
+
+def _step(place: Path) -> int:
+    return int(place.name.removeprefix("step-"))
+
+
+def fingerprint(tensors: list[Tensor]) -> str:
+    """SHA-256 over the numbers, to compare two models to the last bit."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

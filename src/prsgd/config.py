@@ -1,0 +1,135 @@
+"""What a run is: everything that its numbers depend on, checked before anything is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prsgd import methods, splits, tasks
+from prsgd._check import nearest, one_of, positive, whole_number
+
+LR_DROPS = (1 / 2, 11 / 12)
+"""Fractions of a run at which the lr is divided by 10: epochs 150 and 275 of 300 in the paper."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run. What is None is filled in by ``resolve``, from the task and the method.
+
+    >>> config = Config(task="digits", period=4).resolve()
+    >>> config.model, config.batch_size, config.epochs, config.lr, config.momentum
+    ('mlp', 8, 40, 0.1, 0.9)
+    """
+
+    task: str = "digits"
+    model: str | None = None
+    method: str = "pr-sgd"
+    workers: int = 8
+    period: int | None = None
+    """8, where the method has one."""
+    overlap: int = 0
+    epochs: int | None = None
+    steps: int | None = None
+    """Instead of epochs: steps of each worker."""
+    batch_size: int | None = None
+    """Of each worker."""
+    lr: float | None = None
+    momentum: float | None = None
+    weight_decay: float = 0.0
+    split: str = "iid"
+    seed: int = 0
+    processes: int = 1
+
+    def resolve(self) -> Config:
+        """With every choice made and checked; a ValueError names what cannot be."""
+        task, method = tasks.find(self.task), methods.find(self.method)
+        model = self.model if self.model is not None else next(iter(task.models))
+        one_of("model", model, task.models)
+        usual: dict[str, Any] = {"batch_size": 32, "lr": 0.1, "momentum": 0.9, "epochs": 10, **task.defaults}
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("epochs and steps are two ways to say how long: give one of them")
+        if self.period is not None and not method.has_period:
+            raise ValueError(f"method {self.method} has no period, got {self.period}")
+        found = dataclasses.replace(
+            self,
+            model=model,
+            period=(8 if self.period is None else self.period) if method.has_period else None,
+            epochs=None if self.steps is not None else _or(self.epochs, usual["epochs"]),
+            batch_size=_or(self.batch_size, usual["batch_size"]),
+            lr=_or(self.lr, usual["lr"]),
+            momentum=_or(self.momentum, usual["momentum"]),
+        )
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        for name in ("workers", "period", "epochs", "steps", "batch_size", "processes"):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), at_least=1)
+        for name in ("overlap", "seed"):
+            whole_number(name, getattr(self, name), at_least=0)
+        positive("lr", self.lr)
+        _within("momentum", self.momentum, 1.0)
+        _within("weight_decay", self.weight_decay, math.inf)
+        splits.parse(self.split)
+        if self.processes > self.workers:
+            raise ValueError(f"processes must be at most the number of workers {self.workers}, got {self.processes}")
+        self.parts().schedule.check(self.workers, self.overlap)
+        if self.parts().optimizer_state == "average" and self.overlap > 1:
+            raise ValueError(f"overlap must be 0 or 1 with method {self.method}, got {self.overlap}")
+
+    def parts(self) -> methods.Parts:
+        assert self.lr is not None
+        return methods.find(self.method).build(self.period or 1, self.lr)
+
+    @property
+    def label(self) -> str:
+        """What tells this run from others: the method, and its period if it has one."""
+        name = self.method if self.period is None else f"{self.method} period {self.period}"
+        return name if not self.overlap else f"{name} overlap {self.overlap}"
+
+    @property
+    def folder_name(self) -> str:
+        """Of this run among those that it is compared with."""
+        return f"{self.label.replace(' ', '-')}-seed-{self.seed}"
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        """Unknown keys and wrong types are refused."""
+        kinds = {f.name: f.type for f in dataclasses.fields(cls)}
+        for key, value in values.items():
+            name = key.replace("-", "_")
+            if name not in kinds:
+                raise ValueError(f"unknown key {key!r}{nearest(name, kinds)}")
+            wanted = str(kinds[name])
+            if "str" in wanted and not isinstance(value, str | None):
+                raise ValueError(f"{key} must be a text, got {value!r}")
+        return cls(**{key.replace("-", "_"): value for key, value in values.items()})
+
+
+def lr_at(config: Config, step: int, num_steps: int) -> float:
+    """The recipe: lr, divided by 10 at 1/2 and again at 11/12 of the run.
+
+    >>> [lr_at(Config(lr=0.1), step, 24) for step in (0, 11, 12, 21, 22)]
+    [0.1, 0.1, 0.01, 0.01, 0.001]
+    """
+    assert config.lr is not None
+    drops = sum(step >= fraction * num_steps for fraction in LR_DROPS)
+    return config.lr / (1, 10, 100)[drops]
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _within(name: str, value: object, top: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < top:
+        limit = f"in [0, {top:g})" if math.isfinite(top) else "a finite number >= 0"
+        raise ValueError(f"{name} must be {limit}, got {value!r}")

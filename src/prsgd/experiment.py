@@ -1,0 +1,426 @@
+"""One run: a config in, records out.
+
+    config -> task and method -> LocalSGD over the hosted workers -> records.jsonl, summary.json, checkpoints
+
+The same code runs in one process, in each process of ``launch`` and under torchrun: every process trains the workers
+it hosts, rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+import prsgd
+from prsgd import methods, splits, tasks
+from prsgd.checkpoint import Checkpoints, fingerprint, write
+from prsgd.config import Config, lr_at
+from prsgd.data import Shards
+from prsgd.errors import CheckpointError, DivergedError
+from prsgd.fleet import Fleet
+from prsgd.local_sgd import LocalSGD
+from prsgd.records import Record
+from prsgd.tasks.base import Data
+
+EVALUATE_AT_MOST = 5_000
+"""Training samples in an evaluation; the test set is taken whole."""
+EVALUATE_BATCH = 500
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The consensus of all workers, looked at between two epochs."""
+
+    epoch: float
+    step: int
+    train_loss: float
+    """Of up to 5,000 training samples as they are, without augmentation."""
+    test_loss: float
+    test_accuracy: float | None
+    seconds: float
+    """Of training so far, evaluations left out."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a display shows."""
+
+    step: int
+    num_steps: int
+    epoch: float
+    round: int
+    evaluation: Evaluation | None
+    seconds: float
+    seconds_left: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    label: str
+    train_loss: float
+    test_loss: float
+    test_accuracy: float | None
+    best_test_accuracy: float | None
+    epochs: float
+    steps: int
+    rounds: int
+    bytes_sent: int
+    """Per worker."""
+    mean_drift: float | None
+    seconds: float
+    """Of training, on this machine."""
+    samples: int
+    weights_sha256: str
+    """Of the final model: two runs with the same one are the same to the last bit."""
+
+
+class Stopped(Exception):  # noqa: N818 - not an error: somebody asked for it
+    """The run was stopped before its end; its checkpoint is of this step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped after step {step}")
+        self.step = step
+
+
+Observer = Callable[[Progress], None]
+
+
+def run(
+    config: Config,
+    folder: Path,
+    *,
+    observe: Observer | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Summary:
+    """Train ``config`` (resolved) in ``folder``, from its newest checkpoint if there is one.
+
+    ``should_stop`` is asked after each step: once it says yes, the run saves a checkpoint and raises ``Stopped``; in
+    several processes it does so when the epoch ends, where all of them agree.
+    """
+    return _Run(config, folder, observe or _nobody, should_stop or _never).go()
+
+
+def _nobody(_: Progress) -> None:
+    pass
+
+
+def _never() -> bool:
+    return False
+
+
+class _Run:
+    def __init__(self, config: Config, folder: Path, observe: Observer, should_stop: Callable[[], bool]) -> None:
+        self._config, self._folder, self._observe, self._should_stop = config, folder, observe, should_stop
+        self._task = tasks.find(config.task)
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self._data = _to(self._task.load(), device)
+        torch.manual_seed(config.seed)
+        assert config.model is not None
+        self._fleet = Fleet(self._task.models[config.model]().to(device), config.workers, seed=config.seed)
+        self._rank = _rank()
+        self._shards = deal(config, self._data, self._fleet.workers)
+        self._num_steps = num_steps(config, self._shards)
+        assert config.momentum is not None
+        self._optimizer = torch.optim.SGD(
+            self._fleet.parameters(),
+            lr=lr_at(config, 0, self._num_steps),
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            foreach=True,
+        )
+        parts = config.parts()
+        self._local = LocalSGD(
+            self._fleet,
+            self._optimizer,
+            schedule=parts.schedule,
+            averaging=parts.averaging,
+            optimizer_state=parts.optimizer_state,
+            overlap=config.overlap,
+            on_record=self._on_record,
+        )
+        self._checkpoints = Checkpoints(folder, rank=self._rank)
+        self._step = 0
+        self._seconds = 0.0
+        self._evaluation: Evaluation | None = None
+        self._best: float | None = None
+        self._totals = {"rounds": 0, "bytes_sent": 0, "drift": 0.0, "drifts": 0, "samples": 0}
+        self._file: IO[str] | None = None
+        self._shown = 0.0
+        self._stopping = False
+
+    def go(self) -> Summary:
+        """Train to the end."""
+        state = self._resume()
+        if self._rank == 0:
+            self._file = (self._folder / "records.jsonl").open("a")
+            self._file.truncate(0 if state is None else state["records_bytes"])
+        try:
+            with self._local:
+                if state is None:
+                    self._evaluate()
+                self._train()
+            self._evaluation = None  # what was seen before the last average
+            self._evaluate()
+        finally:
+            if self._file is not None:
+                self._file.close()
+        return self._summarize()
+
+    def _train(self) -> None:
+        epoch_length = self._shards.steps_per_epoch
+        began = time.perf_counter()
+        for x, y in self._batches():
+            self._optimizer.zero_grad()
+            losses = self._fleet.backward(self._task.loss_fn, x, y)
+            self._local.log(loss=losses, samples=self._shards.batch_size)
+            self._optimizer.step()
+            self._step += 1
+            now = time.perf_counter()
+            self._seconds += now - began
+            if self._step == self._num_steps:
+                break
+            if self._step % epoch_length == 0:
+                self._evaluate()
+                self._save()
+                if self._stopping:
+                    raise Stopped(self._step)
+            elif self._alone and self._should_stop():
+                self._save()
+                raise Stopped(self._step)
+            if now - self._shown > 0.1:
+                self._show()
+            began = time.perf_counter()
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """From where the run is to its end, with the lr set for each."""
+        epoch_length = self._shards.steps_per_epoch
+        recipe = methods.find(self._config.method).keeps_lr
+        for epoch in range(self._step // epoch_length, -(-self._num_steps // epoch_length)):
+            start = self._step % epoch_length
+            for step, chosen in enumerate(self._shards.indices(epoch)[start:], start):
+                tick = epoch * epoch_length + step
+                if recipe:
+                    for group in self._optimizer.param_groups:
+                        group["lr"] = lr_at(self._config, tick, self._num_steps)
+                yield self._inputs(chosen, tick), Shards.gather(self._data.train_y, chosen)
+
+    def _inputs(self, chosen: Tensor, tick: int) -> Tensor:
+        """What the hosted workers' models see: (n, batch, ...)."""
+        x = Shards.gather(self._data.train_x, chosen)
+        if self._task.augment is not None:
+            seeds = (splits.mixed(self._config.seed, tick, worker) for worker in self._fleet.workers)
+            generators = (torch.Generator().manual_seed(seed) for seed in seeds)
+            x = torch.stack([self._task.augment(part, generator) for part, generator in zip(x, generators)])
+        n, batch = chosen.shape
+        return self._task.prepare(x.flatten(0, 1)).unflatten(0, (n, batch))
+
+    # Looking at it
+
+    @property
+    def _alone(self) -> bool:
+        return len(self._fleet.workers) == self._fleet.num_workers
+
+    def _evaluate(self) -> None:
+        """The consensus's losses and accuracy, each process on its part of the samples; and whether to stop."""
+        if self._step < self._num_steps:
+            with self._local.consensus() as model:
+                sums = self._sums(model)
+        else:
+            sums = self._sums(self._fleet.modules[0])  # the run is over: it is the consensus
+        train_loss, train_size, test_loss, test_size, right, stop = sums.tolist()
+        accuracy = right / test_size if self._task.has_accuracy else None
+        self._stopping = stop > 0
+        self._evaluation = Evaluation(
+            epoch=self._step / self._shards.steps_per_epoch,
+            step=self._step,
+            train_loss=train_loss / train_size,
+            test_loss=test_loss / test_size,
+            test_accuracy=accuracy,
+            seconds=self._seconds,
+        )
+        if accuracy is not None:
+            self._best = max(accuracy, self._best or 0.0)
+        self._write({"kind": "evaluation", **asdict(self._evaluation)})
+        self._show()
+
+    @torch.no_grad()
+    def _sums(self, model: nn.Module) -> Tensor:
+        model.eval()
+        data, workers, everyone = self._data, self._fleet.workers, self._fleet.num_workers
+        found: list[float] = []
+        right = 0.0
+        for x, y in ((data.train_x[:EVALUATE_AT_MOST], data.train_y), (data.test_x, data.test_y)):
+            mine = range(len(x) * workers.start // everyone, len(x) * workers.stop // everyone)
+            total = right = 0.0
+            for begin in range(mine.start, mine.stop, EVALUATE_BATCH):
+                end = min(begin + EVALUATE_BATCH, mine.stop)
+                out = model(self._task.prepare(x[begin:end]))
+                total += float(self._task.loss_fn(out, y[begin:end])) * (end - begin)
+                if self._task.has_accuracy:
+                    right += float((out.argmax(dim=1) == y[begin:end]).sum())
+            found += [total, float(len(mine))]
+        model.train()
+        sums = torch.tensor([*found, right, float(self._should_stop())], dtype=torch.float64)
+        if self._alone:
+            return sums
+        summed: Tensor = self._fleet.comm.all_reduce(sums.to(data.train_x.device)).wait()
+        return summed.cpu()
+
+    def _show(self) -> None:
+        self._shown = time.perf_counter()
+        if self._rank:
+            return
+        taken = self._step / self._num_steps
+        left = self._seconds * (1 - taken) / taken if self._step else None
+        epoch = self._step / self._shards.steps_per_epoch
+        self._observe(
+            Progress(self._step, self._num_steps, epoch, self._local.round, self._evaluation, self._seconds, left)
+        )
+
+    # What stays
+
+    def _on_record(self, record: Record) -> None:
+        totals = self._totals
+        totals["rounds"] += 1
+        totals["bytes_sent"] += record.bytes_sent
+        totals["samples"] += record.samples
+        if record.drift is not None:
+            totals["drift"] += record.drift
+            totals["drifts"] += 1
+        self._write({"kind": "average", **asdict(record)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+
+    def _save(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+        state = {
+            "config": asdict(self._config),
+            "step": self._step,
+            "seconds": self._seconds,
+            "best": self._best,
+            "totals": self._totals,
+            "evaluation": None if self._evaluation is None else asdict(self._evaluation),
+            "records_bytes": 0 if self._file is None else self._file.tell(),
+            "fleet": self._fleet.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "local": self._local.state_dict(),
+        }
+        self._checkpoints.save(self._step, state)
+
+    def _resume(self) -> dict[str, Any] | None:
+        step = self._common_step()
+        if step is None:
+            return None
+        state: dict[str, Any] = self._checkpoints.load(step)
+        if Config.from_dict(state["config"]) != self._config:
+            raise CheckpointError(f"the checkpoint in {self._folder} is of another config")
+        self._step, self._seconds, self._best = state["step"], state["seconds"], state["best"]
+        self._totals = state["totals"]
+        self._evaluation = None if state["evaluation"] is None else Evaluation(**state["evaluation"])
+        self._fleet.load_state_dict(state["fleet"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._local.load_state_dict(state["local"])
+        return state
+
+    def _common_step(self) -> int | None:
+        """The newest checkpoint that every process has whole."""
+        steps = self._checkpoints.steps()
+        if self._alone:
+            return steps[-1] if steps else None
+        newest = torch.full((8,), -1, dtype=torch.int64)
+        kept = steps[-len(newest) :]
+        newest[: len(kept)] = torch.tensor(kept, dtype=torch.int64)
+        rows = newest.expand(len(self._fleet.workers), -1).to(self._data.train_x.device, copy=True)
+        everyones = self._fleet.comm.all_gather(rows).wait()
+        common = set.intersection(*({s for s in part.tolist() if s >= 0} for part in everyones))
+        return max(common, default=None)
+
+    def _summarize(self) -> Summary:
+        evaluation, totals = self._evaluation, self._totals
+        assert evaluation is not None
+        if not torch.isfinite(torch.tensor(evaluation.train_loss)):
+            raise DivergedError(f"the training loss is {evaluation.train_loss} after {self._step} steps")
+        model = self._fleet.modules[0]
+        summary = Summary(
+            label=self._config.label,
+            train_loss=evaluation.train_loss,
+            test_loss=evaluation.test_loss,
+            test_accuracy=evaluation.test_accuracy,
+            best_test_accuracy=self._best,
+            epochs=evaluation.epoch,
+            steps=self._step,
+            rounds=int(totals["rounds"]),
+            bytes_sent=int(totals["bytes_sent"]),
+            mean_drift=totals["drift"] / totals["drifts"] if totals["drifts"] else None,
+            seconds=self._seconds,
+            samples=int(totals["samples"]),
+            weights_sha256=fingerprint([*model.parameters(), *model.buffers()]),
+        )
+        if self._rank == 0:
+            write(self._folder / "summary.json", json.dumps(asdict(summary), indent=2).encode())
+        return summary
+
+
+def prepare(config: Config, folder: Path) -> None:
+    """Make a new run's folder, with what is known before it starts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / "environment.json", json.dumps(environment(), indent=2).encode())
+    write(folder / "config.json", config.to_json().encode())
+
+
+def deal(config: Config, data: Data, workers: range | None = None) -> Shards:
+    """The data of a run, dealt out."""
+    assert config.batch_size is not None
+    if config.workers > len(data.train_x):
+        raise ValueError(f"workers must be at most the {len(data.train_x)} samples, got {config.workers}")
+    return Shards(
+        data.train_x,
+        data.train_y,
+        num_workers=config.workers,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        workers=workers,
+        split=splits.parse(config.split),
+    )
+
+
+def num_steps(config: Config, shards: Shards) -> int:
+    """Steps of each worker."""
+    return config.steps if config.steps is not None else (config.epochs or 0) * shards.steps_per_epoch
+
+
+def environment() -> dict[str, Any]:
+    """What a run's numbers may depend on beside its config."""
+    return {
+        "prsgd": prsgd.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+    }
+
+
+def _to(data: Data, device: torch.device) -> Data:
+    return Data(**{f.name: getattr(data, f.name).to(device) for f in dataclasses.fields(data)})
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
