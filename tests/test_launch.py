@@ -162,3 +162,40 @@ def unsendable() -> Any:
 def test_a_result_that_cannot_be_sent() -> None:
     with pytest.raises(prsgd.LaunchError, match="rank 0 of 1 failed"):
         prsgd.launch(unsendable, processes=1)
+
+
+def forking() -> None:
+    if os.environ["RANK"] == "1":
+        if os.fork() == 0:
+            time.sleep(20)  # holds the rank's pipes open
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_rank_is_noticed_though_its_child_lives() -> None:
+    with pytest.raises(prsgd.LaunchError, match="rank 1 of 2 was killed by SIGKILL"):
+        prsgd.launch(forking, processes=2)
+
+
+def leaving(path: str) -> Any:
+    import atexit
+
+    atexit.register(lambda: Path(path).write_text("bye"))
+    return 1
+
+
+def unpackable() -> Any:
+    return lambda: 1
+
+
+def test_what_pickle_does_not_take_and_what_is_no_function(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="args must be such that pickle takes them, got "):
+        prsgd.launch(leaving, processes=1, args=(lambda: 1,))
+    with pytest.raises(ValueError, match="fn must be a function, got 5"):
+        prsgd.launch(5, processes=1)  # type: ignore[arg-type]
+    with pytest.raises(prsgd.LaunchError, match="fn must return what pickle takes"):
+        prsgd.launch(unpackable, processes=1)
+    assert prsgd.launch(leaving, processes=1, args=(str(tmp_path / "x"),)) == [1]
+    assert (tmp_path / "x").read_text() == "bye"

@@ -35,7 +35,8 @@ def test_using_it_imports_no_plotting() -> None:
 ORDER = [
     "errors", "_check", "splits", "data", "datasets", "records", "schedules", "worker", "comm", "averaging", "state",
     "buffers", "optimizer_state", "vectorized", "fleet", "entering", "ledger", "flight", "tower",
-    "local_sgd", "launching", "tasks", "methods", "config", "checkpoint", "experiment",
+    "local_sgd", "launching", "tasks", "methods", "config", "checkpoint",
+    "events", "experiment", "folders", "jobs", "running", "report", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -278,9 +278,9 @@ def test_compiled_is_the_loop_to_rounding(kind: str) -> None:
 
 
 def test_compile_where_it_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"compile=True is for mode='vmap'$"):
+    with pytest.raises(ValueError, match="compile=True is for mode='vmap': leave it off"):
         prsgd.Fleet(model(), 8, mode="loop", compile=True)
-    with pytest.raises(ValueError, match="this model has layers for which that is slower"):
+    with pytest.raises(ValueError, match="run in a loop: leave it off"):
         prsgd.Fleet(nn.Sequential(nn.Conv2d(1, 2, 3)), 8, compile=True)
     assert prsgd.Fleet(model(), 2, compile=True).mode == "vmap"  # asked for, so also for few workers
 
@@ -310,3 +310,122 @@ def test_a_new_lambda_at_every_step_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     [warning] = caught
     assert "5 different loss functions" in str(warning.message)
     assert warning.filename == __file__
+
+
+class Shared(nn.Module):
+    """Two parameters whose gradients are one tensor, and one whose gradient is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(3, 6).double()), nn.Parameter(torch.zeros(3, 6).double())
+        self.c = nn.Parameter(torch.ones(4).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.a + self.b) * torch.tensor([1.0, 2.0, 3.0]) + self.c.sum()
+
+
+class Remembering(nn.Module):
+    """A buffer that forward replaces instead of changing it."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3).double()
+        self.register_buffer("seen", torch.zeros(6).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = 0.9 * self.seen + 0.1 * x.detach().mean(0)
+        out: Tensor = self.linear(x - self.seen)
+        return out
+
+
+def data_of(num_workers: int, step: int = 0) -> tuple[Tensor, Tensor]:
+    pairs = [batch(w, step) for w in range(num_workers)]
+    return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+
+
+@pytest.mark.parametrize("kind", [Shared, Remembering])
+def test_in_place_on_one_gradient_or_buffer_touches_no_other(kind: type[nn.Module]) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = kind()
+    fleets = [prsgd.Fleet(net, 3, mode=mode) for mode in ("vmap", "loop")]
+    for fleet in fleets:
+        for step in range(2):
+            if step:
+                fleet.idle = {1}  # as while a worker waits
+            fleet.backward(cross_entropy, *data_of(3, step))
+        fleet.clip_grad_norm_(0.1)
+    for mine, theirs in zip(*(fleet.modules for fleet in fleets)):
+        for (name, p), q in zip(mine.named_parameters(), theirs.parameters()):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14, msg=name)
+        for (name, p), q in zip(mine.named_buffers(), theirs.buffers()):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_layers_frozen_during_a_run_and_before_it() -> None:
+    fleets = []
+    for mode in ("vmap", "loop"):
+        net = model()
+        net[0].requires_grad_(False)
+        fleet = prsgd.Fleet(net, 3, mode=mode)
+        for i, module in enumerate(fleet.modules):
+            module[0].weight.fill_(i)  # another for each worker
+            module[2].bias.requires_grad_(False)  # only now
+        fleets.append((fleet, fleet.backward(cross_entropy, *data_of(3))))
+    (fast, fast_losses), (slow, slow_losses) = fleets
+    torch.testing.assert_close(fast_losses, slow_losses, rtol=1e-12, atol=1e-14)
+    for p, q in zip(fast.parameters(), slow.parameters()):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)
+
+
+class Noting(nn.Linear):
+    """Keeps something that is no registered buffer."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = x.detach().mean()
+        return super().forward(x)
+
+
+def test_state_of_the_users_own_is_looped() -> None:
+    net = Noting(6, 3).double()
+    with pytest.raises(ValueError, match=r"forward sets Noting\.(calls|last), which is no registered tensor buffer"):
+        prsgd.Fleet(net, 3, mode="vmap").backward(cross_entropy, *data_of(3))
+    fleet = prsgd.Fleet(net, 8)
+    with pytest.warns(UserWarning, match=r"runs its workers in a loop, since vmap cannot: forward sets Noting\."):
+        fleet.backward(cross_entropy, *data_of(8))
+    assert [m.calls for m in fleet.modules] == [1] * 8
+    fleet.state_dict()
+
+
+def test_hooks_are_called() -> None:
+    called = []
+    fleet = prsgd.Fleet(model(), 8)
+    for module in fleet.modules:
+        module.register_forward_hook(lambda *_: called.append(1))
+    with pytest.warns(UserWarning, match="a module has hooks"):
+        fleet.backward(cross_entropy, *data_of(8))
+    assert len(called) == 8
+
+
+def test_one_workers_bad_label_is_its_own_error() -> None:
+    x, y = data_of(8)
+    y[3, 0] = 9
+    fleet = prsgd.Fleet(model(), 8)
+    with pytest.raises(IndexError):
+        fleet.backward(cross_entropy, x, y)
+    assert fleet.mode == "vmap"
+
+
+def test_a_state_from_before_compile_was_there() -> None:
+    fleet = prsgd.Fleet(model(), 2)
+    state = fleet.state_dict()
+    del state["compile"]
+    fleet.load_state_dict(state)
+    assert not fleet.compile

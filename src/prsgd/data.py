@@ -19,6 +19,7 @@ class Shards:
     epoch. ``split`` is who gets what: ``iid()``, ``pool()`` or ``dirichlet(alpha)`` of ``prsgd.splits``. ``workers``
     are those hosted here, as in ``fleet.workers``: the others' batches are not fetched.
 
+    >>> import torch
     >>> x, y = torch.arange(10.0), torch.arange(10)
     >>> shards = Shards(x, y, num_workers=2, batch_size=2)
     >>> shards.steps_per_epoch
@@ -40,6 +41,10 @@ class Shards:
         whole_number("batch_size", self.batch_size, at_least=1)
         if len(self.x) != len(self.y):
             raise ValueError(f"x and y must have the same length, got {len(self.x)} and {len(self.y)}")
+        if self.workers is not None and self.workers != range(self.num_workers)[self.workers.start : self.workers.stop]:
+            raise ValueError(f"workers must be a range within 0 ... {self.num_workers - 1}, got {self.workers}")
+        if self.num_workers > len(self.x):
+            raise ValueError(f"num_workers must be at most the number of samples {len(self.x)}, got {self.num_workers}")
         if not self.steps_per_epoch:
             raise ValueError(
                 f"batch_size must be at most {len(self.x) // self.num_workers} for {len(self.x)} samples and "

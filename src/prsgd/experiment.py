@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import prsgd
-from prsgd import methods, splits, tasks
+from prsgd import events, methods, splits, tasks
 from prsgd.checkpoint import Checkpoints, fingerprint, write
 from prsgd.config import Config, lr_at
 from prsgd.data import Shards
@@ -57,6 +57,7 @@ class Progress:
     step: int
     num_steps: int
     epoch: float
+    num_epochs: float
     round: int
     evaluation: Evaluation | None
     seconds: float
@@ -102,13 +103,17 @@ def run(
     *,
     observe: Observer | None = None,
     should_stop: Callable[[], bool] | None = None,
+    tensorboard: bool = False,
 ) -> Summary:
     """Train ``config`` (resolved) in ``folder``, from its newest checkpoint if there is one.
 
     ``should_stop`` is asked after each step: once it says yes, the run saves a checkpoint and raises ``Stopped``; in
     several processes it does so when the epoch ends, where all of them agree.
     """
-    return _Run(config, folder, observe or _nobody, should_stop or _never).go()
+    if not tensorboard:
+        return _Run(config, folder, observe or _nobody, should_stop or _never).go()
+    with events.Events(folder) as also:
+        return _Run(config, folder, observe or _nobody, should_stop or _never, also.add).go()
 
 
 def _nobody(_: Progress) -> None:
@@ -119,9 +124,21 @@ def _never() -> bool:
     return False
 
 
+def _no_lines(_: dict[str, Any]) -> None:
+    pass
+
+
 class _Run:
-    def __init__(self, config: Config, folder: Path, observe: Observer, should_stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        observe: Observer,
+        should_stop: Callable[[], bool],
+        also: Callable[[dict[str, Any]], None] = _no_lines,
+    ) -> None:
         self._config, self._folder, self._observe, self._should_stop = config, folder, observe, should_stop
+        self._also = also
         self._task = tasks.find(config.task)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self._data = _to(self._task.load(), device)
@@ -222,8 +239,8 @@ class _Run:
             seeds = (splits.mixed(self._config.seed, tick, worker) for worker in self._fleet.workers)
             generators = (torch.Generator().manual_seed(seed) for seed in seeds)
             x = torch.stack([self._task.augment(part, generator) for part, generator in zip(x, generators)])
-        n, batch = chosen.shape
-        return self._task.prepare(x.flatten(0, 1)).unflatten(0, (n, batch))
+        seen: Tensor = self._task.prepare(x.flatten(0, 1)).unflatten(0, chosen.shape)
+        return seen
 
     # Looking at it
 
@@ -283,9 +300,18 @@ class _Run:
             return
         taken = self._step / self._num_steps
         left = self._seconds * (1 - taken) / taken if self._step else None
-        epoch = self._step / self._shards.steps_per_epoch
+        length = self._shards.steps_per_epoch
         self._observe(
-            Progress(self._step, self._num_steps, epoch, self._local.round, self._evaluation, self._seconds, left)
+            Progress(
+                step=self._step,
+                num_steps=self._num_steps,
+                epoch=self._step / length,
+                num_epochs=self._num_steps / length,
+                round=self._local.round,
+                evaluation=self._evaluation,
+                seconds=self._seconds,
+                seconds_left=left,
+            )
         )
 
     # What stays
@@ -303,6 +329,7 @@ class _Run:
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
+            self._also(line)
 
     def _save(self) -> None:
         if self._file is not None:
@@ -378,6 +405,7 @@ class _Run:
 def prepare(config: Config, folder: Path) -> None:
     """Make a new run's folder, with what is known before it starts."""
     folder.mkdir(parents=True, exist_ok=True)
+    write(folder / "split.json", json.dumps({"counts": class_counts(config)}).encode())
     write(folder / "environment.json", json.dumps(environment(), indent=2).encode())
     write(folder / "config.json", config.to_json().encode())
 
@@ -396,6 +424,14 @@ def deal(config: Config, data: Data, workers: range | None = None) -> Shards:
         workers=workers,
         split=splits.parse(config.split),
     )
+
+
+def class_counts(config: Config) -> list[list[int]]:
+    """How many samples of each class each worker sees in the first epoch."""
+    shards = deal(config, tasks.find(config.task).load())
+    labels = shards.y[shards.indices(0)].transpose(0, 1).flatten(1)
+    counts: list[list[int]] = [row.bincount(minlength=int(shards.y.max()) + 1).tolist() for row in labels]
+    return counts
 
 
 def num_steps(config: Config, shards: Shards) -> int:

@@ -63,7 +63,10 @@ class Fleet:
         num_workers = whole_number("num_workers", num_workers, at_least=1)
         self.comm = comm if comm is not None else communicators.current(num_workers)
         if self.comm.num_workers != num_workers:
-            raise ValueError(f"num_workers must be that of comm, {self.comm.num_workers}, got {num_workers}")
+            raise ValueError(
+                f"num_workers must be that of comm, {self.comm.num_workers}, got {num_workers} (a communicator for "
+                f"more workers than processes: TorchDistributed(num_workers={num_workers}))"
+            )
         self.num_workers, self.workers = num_workers, self.comm.workers
         one_of("mode", mode, ("auto", "loop", "vmap"))
         self.modules = tuple(copy.deepcopy(model) for _ in self.workers)
@@ -76,8 +79,8 @@ class Fleet:
             self.mode = mode
         """How ``backward`` runs: "loop" or "vmap". The two differ in the last bit, so a checkpoint holds it."""
         if compile and self.mode == "loop":
-            why = "" if mode == "loop" else ", and this model has layers for which that is slower: it runs in a loop"
-            raise ValueError(f"compile=True is for mode='vmap'{why}")
+            why = "" if mode == "loop" else ", and this model's layers (convolutions, random ones) run in a loop"
+            raise ValueError(f"compile=True is for mode='vmap'{why}: leave it off")
         self.compile = compile
         """Is vmap compiled? That too is in a checkpoint."""
         self._chosen_by_us = mode == "auto"
@@ -210,7 +213,7 @@ class Fleet:
         if state["workers"] != list(self.workers):
             raise ValueError(f"state must be of workers {list(self.workers)}, got {state['workers']}")
         self.mode = one_of("mode", state["mode"], ("loop", "vmap"))
-        self.compile = state["compile"]
+        self.compile = state.get("compile", False)
         self._vectorized = self._vectorize()
         self.stopped = set(state["stopped"])
         self._random = [[t.clone() for t in s] for s in state["random"]]

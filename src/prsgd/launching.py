@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -47,7 +48,7 @@ def launch(fn: Callable[..., R], *, processes: int, args: Sequence[Any] = (), th
     threads = whole_number("threads", threads, at_least=1)
     if isinstance(args, str) or not isinstance(args, Sequence):
         raise ValueError(f"args must be a list or tuple of fn's arguments, got {args!r}")
-    job = pickle.dumps((_importable(fn), tuple(args), threads))
+    job = pickle.dumps(_importable(fn)), _packed(args), threads
     from prsgd.comm.joining import loopback_store  # imports torch, which bad arguments need not wait for
 
     store = loopback_store(0, processes, timeout=timedelta(seconds=60))
@@ -69,6 +70,8 @@ class _Rank(Generic[R]):
 
 
 def _importable(fn: Callable[..., R]) -> Callable[..., R]:
+    if not callable(fn):
+        raise ValueError(f"fn must be a function, got {fn!r}")
     name = getattr(fn, "__qualname__", repr(fn))
     main = sys.modules["__main__"]
     if getattr(fn, "__module__", None) == "__main__" and getattr(main, "__file__", None) is None:
@@ -82,7 +85,14 @@ def _importable(fn: Callable[..., R]) -> Callable[..., R]:
     return fn
 
 
-def _start(rank: int, processes: int, port: int, job: bytes) -> _Rank[Any]:
+def _packed(args: Sequence[Any]) -> bytes:
+    try:
+        return pickle.dumps(tuple(args))
+    except Exception as error:
+        raise ValueError(f"args must be such that pickle takes them, got {args!r} ({error})") from None
+
+
+def _start(rank: int, processes: int, port: int, job: tuple[bytes, bytes, int]) -> _Rank[Any]:
     context = multiprocessing.get_context("spawn")
     outcome, send = context.Pipe(duplex=False)
     hold, lifeline = context.Pipe(duplex=False)
@@ -98,17 +108,25 @@ def _collect(ranks: Sequence[_Rank[R]]) -> list[R]:
     results: dict[int, R] = {}
     waiting = {rank.outcome: number for number, rank in enumerate(ranks)}
     while waiting:
-        for ready in wait(list(waiting)):
-            number = waiting.pop(ready)  # type: ignore[call-overload]  # all are Connections
+        # A child that a rank forked holds the rank's pipe open: a rank that is gone must be looked for too.
+        ready = wait(list(waiting), 0.5) or [r.outcome for r in ranks if r.outcome in waiting and _is_gone(r)]
+        for outcome in ready:
+            number = waiting.pop(outcome)  # type: ignore[call-overload]  # all are Connections
             results[number] = _result(number, ranks)
     return [results[number] for number in range(len(ranks))]
 
 
+def _is_gone(rank: _Rank[Any]) -> bool:
+    return rank.process.exitcode is not None and not rank.outcome.poll()
+
+
 def _result(number: int, ranks: Sequence[_Rank[R]]) -> R:
     rank = ranks[number]
+    if _is_gone(rank):
+        raise LaunchError(_death(number, ranks))
     try:
         ok, value = pickle.loads(rank.outcome.recv_bytes())
-    except EOFError:
+    except (EOFError, OSError):
         raise LaunchError(_death(number, ranks)) from None
     if ok:
         return value  # type: ignore[no-any-return]  # what the rank's fn returned
@@ -137,7 +155,7 @@ def _earliest(number: int, failure: tuple[float, bool, str], ranks: Sequence[_Ra
             other = others.pop(ready)  # type: ignore[call-overload]  # all are Connections
             try:
                 ok, value = pickle.loads(ranks[other].outcome.recv_bytes())
-            except EOFError:
+            except (EOFError, OSError):
                 raise LaunchError(_death(other, ranks)) from None
             if not ok:
                 found[other] = value
@@ -163,11 +181,13 @@ def _end(ranks: Sequence[_Rank[Any]]) -> None:
         rank.outcome.close()
 
 
-def _main(rank: int, processes: int, port: int, job: bytes, send: Connection, hold: Connection) -> None:
+def _main(
+    rank: int, processes: int, port: int, job: tuple[bytes, bytes, int], send: Connection, hold: Connection
+) -> None:
     """A rank's whole life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends its ranks
     threading.Thread(target=_watch, args=(hold,), daemon=True).start()
-    fn, args, threads = pickle.loads(job)
+    fn_bytes, args_bytes, threads = job
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -185,8 +205,10 @@ def _main(rank: int, processes: int, port: int, job: bytes, send: Connection, ho
 
     torch.set_num_threads(threads)
     try:
+        fn = pickle.loads(fn_bytes)
+        args = pickle.loads(args_bytes)
         init()
-        outcome = pickle.dumps((True, fn(*args)))
+        outcome = _packed_result(fn(*args))
     except BaseException as error:
         text = traceback.format_exc()
         outcome = pickle.dumps((False, (time.time(), isinstance(error, PeerError), text)))
@@ -194,7 +216,15 @@ def _main(rank: int, processes: int, port: int, job: bytes, send: Connection, ho
     sys.stderr.flush()
     send.send_bytes(outcome)
     send.close()
+    atexit._run_exitfuncs()  # the user's, and those that end daemonic children
     os._exit(0)  # no goodbye: tearing down a group whose peers have left can hang
+
+
+def _packed_result(result: Any) -> bytes:
+    try:
+        return pickle.dumps((True, result))
+    except Exception as error:
+        raise ValueError(f"fn must return what pickle takes, got {result!r} ({error})") from None
 
 
 def _watch(hold: Connection) -> None:

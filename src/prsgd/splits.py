@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -84,19 +83,13 @@ class dirichlet:  # noqa: N801
         return torch.stack(rows)
 
     def owned(self, labels: Tensor, num_workers: int, *, seed: int) -> list[Tensor]:
-        cached = self._cache
-        key = (id(labels), num_workers, seed)
-        if key not in cached:
-            cached.clear()
-            cached[key] = self._draw(labels, num_workers, seed)
-        return cached[key]
-
-    @cached_property
-    def _cache(self) -> dict[tuple[int, int, int], list[Tensor]]:
-        return {}
-
-    def _draw(self, labels: Tensor, num_workers: int, seed: int) -> list[Tensor]:
-        random = np.random.default_rng([seed, num_workers])
+        if labels.dim() != 1 or labels.is_floating_point():
+            raise ValueError(
+                f"a dirichlet split needs one class number per sample, got {labels.dtype}, shape {tuple(labels.shape)}"
+            )
+        if len(labels) < num_workers:
+            raise ValueError(f"workers must be at most the number of samples {len(labels)}, got {num_workers}")
+        random = np.random.default_rng([seed % 2**63, num_workers])
         found = labels.cpu().numpy()
         stacks = [random.permutation(np.flatnonzero(found == label)) for label in np.unique(found)]
         left = np.array([len(stack) for stack in stacks])

@@ -28,8 +28,8 @@ MANY = 4
 LossFn = Callable[[Any, Any], Tensor]
 
 
-Program = Callable[..., tuple[dict[str, Tensor], Tensor]]
-"""(parameters, buffers, x, y), all with the workers in front -> gradients and losses."""
+Program = Callable[..., tuple[dict[str, Tensor], tuple[Tensor, dict[str, Tensor]]]]
+"""(parameters, state, x, y), all with the workers in front -> gradients, losses, and buffers that were replaced."""
 
 
 class CannotVectorize(Exception):  # noqa: N818 - not an error: the loop takes over
@@ -49,6 +49,9 @@ def suits(model: nn.Module, num_hosted: int = FEWEST) -> bool:
 class Vectorized:
     """A fleet's modules seen as one: parameter k of all workers is a view (n, ...) of the rows.
 
+    Only the first module's Python code runs. What it keeps beside parameters and registered buffers, and hooks, would
+    be the first worker's alone: such models are refused.
+
     ``compiled``: steps that all hosted workers take run as one program made by torch.compile for each loss function.
     """
 
@@ -56,7 +59,7 @@ class Vectorized:
         self, modules: Sequence[nn.Module], named: Sequence[Mapping[str, Parameter]], rows: Tensor, compiled: bool
     ) -> None:
         self._modules, self._named = modules, named
-        self._compiled: dict[LossFn, Program] | None = {} if compiled else None
+        self._compiled: dict[int, tuple[LossFn, Program]] | None = {} if compiled else None
         first = named[0]
         parts = rows.split([p.numel() for p in first.values()], dim=1)
         self._parameters = {
@@ -64,58 +67,96 @@ class Vectorized:
             for (name, p), part in zip(first.items(), parts)
         }
         self._buffers = {name: self._stack(name) for name, _ in modules[0].named_buffers()}
-        self._flags = [list(module.modules()) for module in modules]
+        self._frozen = {name: self._stack(name) for name, _ in modules[0].named_parameters() if name not in first}
+        self._parts = [list(module.modules()) for module in modules]
+        self._proven = False
+        """Has it run once, and left the first module's attributes alone?"""
 
     def backward(self, loss_fn: LossFn, x: Any, y: Any, places: Sequence[int]) -> Tensor:
         """Add the gradients of the workers at ``places`` to their parameters' ``.grad``; returns their losses."""
         everyone = len(places) == len(self._modules)
         chosen = slice(None) if everyone else list(places)
         xs, ys = (self._batch(batch, places) for batch in (x, y))
-        self._check_flags()
-        self._check_buffers()
+        self._check_alike()
+        for stacks in (self._buffers, self._frozen):
+            self._follow(stacks)
         parameters = {k: v[chosen] for k, v in self._parameters.items()}
         before = {k: v[chosen].clone() for k, v in self._buffers.items()}
         buffers = self._buffers if everyone else {k: v.clone() for k, v in before.items()}
+        frozen = {k: v[chosen] for k, v in self._frozen.items()}
 
         program = self._program(loss_fn)
         run = program if self._compiled is None or not everyone else self._compile(loss_fn, program)
+        attributes = None if self._proven else _Attributes(self._modules[0])
         try:
-            gradients, losses = run(parameters, buffers, xs, ys)
+            gradients, (losses, replaced) = run(parameters, {**buffers, **frozen}, xs, ys)
+            if attributes is not None:
+                attributes.check()
         except Exception as error:  # of any kind: whatever vmap has no rule for
             for name, value in before.items():
                 self._buffers[name][chosen] = value
-            self._ordinary_gradients(loss_fn, xs[0], ys[0])  # shows the user's own mistakes as they are
-            if run is not program and _runs(program, parameters, before, xs, ys):
-                raise CannotCompile(_first_line(error)) from error
+            if attributes is not None:
+                attributes.restore()
+            for place, x_i, y_i in zip(places, xs, ys):
+                self._ordinary_gradients(loss_fn, x_i, y_i, place)  # shows the user's own mistakes as they are
+            if run is not program:
+                problem = _problem(program, parameters, {**before, **frozen}, xs, ys)
+                if problem is None:
+                    raise CannotCompile(_first_line(error)) from error
+                error = problem
+            if attributes is not None:
+                attributes.restore()
             raise CannotVectorize(_first_line(error)) from error
-        if not everyone:
-            for name, value in buffers.items():
-                self._buffers[name][chosen] = value
-        unused = self._unused(gradients, loss_fn, xs[0], ys[0])
+        self._proven = True
+        for name, value in {**({} if everyone else buffers), **replaced}.items():
+            self._buffers[name][chosen] = value.detach()
+        self._set_gradients(gradients, self._unused(gradients, loss_fn, xs[0], ys[0], places[0]), places, (xs, ys))
+        found: Tensor = losses.detach()
+        return found
+
+    def _set_gradients(
+        self, gradients: Mapping[str, Tensor], unused: set[str], places: Sequence[int], batches: Sequence[Tensor]
+    ) -> None:
+        """Each worker's part becomes its ``.grad`` or is added to it.
+
+        What is in-place for one must not touch another: two parameters can have one tensor as their gradient, and one
+        that was only summed has a gradient with a single number behind it.
+        """
+        taken = {tensor.untyped_storage().data_ptr() for tensor in batches}
         for name, gradient in gradients.items():
             if name in unused:
                 continue
+            place = gradient.untyped_storage().data_ptr()
+            if place in taken or any(size > 1 and not step for size, step in zip(gradient.shape, gradient.stride())):
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+            taken.add(place)
             for place, part in zip(places, gradient.unbind(0)):
                 p = self._named[place][name]
+                if not p.requires_grad:  # frozen since
+                    continue
                 if p.grad is None:
                     p.grad = part
                 else:
                     p.grad += part
-        found: Tensor = losses.detach()
-        return found
 
     def _program(self, loss_fn: LossFn) -> Program:
-        model = self._modules[0]
+        model, names = self._modules[0], list(self._buffers)
 
-        def loss(parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Any, y: Any) -> Tensor:
-            return loss_fn(functional_call(model, {**parameters, **buffers}, (x,)), y)
+        def loss(
+            parameters: dict[str, Tensor], state: dict[str, Tensor], x: Any, y: Any
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            everything = {**parameters, **state}
+            value = loss_fn(functional_call(model, everything, (x,)), y)
+            # functional_call puts back what forward assigned: a buffer that is another tensor now was replaced.
+            return value, {name: everything[name] for name in names if everything[name] is not state[name]}
 
-        program: Program = vmap(grad_and_value(loss))
+        program: Program = vmap(grad_and_value(loss, has_aux=True))
         return program
 
     def _compile(self, loss_fn: LossFn, program: Program) -> Program:
         assert self._compiled is not None
-        if loss_fn not in self._compiled:
+        key = id(loss_fn)  # kept alive below; it need not be hashable
+        if key not in self._compiled:
             if len(self._compiled) == MANY:
                 warnings.warn(
                     f"compile=True: {MANY + 1} different loss functions, each compiled anew: pass the same object at "
@@ -125,8 +166,9 @@ class Vectorized:
                 )
             apart = {"isolate_recompiles": True}  # newer torch: else all fleets of a process share one limit of 8
             known = "isolate_recompiles" in inspect.signature(torch.compile).parameters
-            self._compiled[loss_fn] = torch.compile(program, **(apart if known else {}))  # type: ignore[call-overload]
-        return self._compiled[loss_fn]
+            compiled = torch.compile(program, **(apart if known else {}))  # type: ignore[call-overload]
+            self._compiled[key] = (loss_fn, compiled)
+        return self._compiled[key][1]
 
     def _batch(self, batch: Any, places: Sequence[int]) -> Tensor:
         if isinstance(batch, Tensor):
@@ -136,7 +178,7 @@ class Vectorized:
             raise CannotVectorize("the workers' batches are not tensors of one shape")
         return torch.stack(entries)
 
-    def _unused(self, gradients: Mapping[str, Tensor], loss_fn: LossFn, x: Tensor, y: Tensor) -> set[str]:
+    def _unused(self, gradients: Mapping[str, Tensor], loss_fn: LossFn, x: Tensor, y: Tensor, place: int) -> set[str]:
         """Parameters that the loss does not depend on: the loop leaves their ``.grad`` None, vmap makes it zero.
 
         A gradient that is zero throughout is rare otherwise, so only then one worker's ordinary pass decides.
@@ -144,49 +186,96 @@ class Vectorized:
         suspects = {name for name, g in gradients.items() if not g[0].any() and not g.any()}
         if not suspects:
             return suspects
-        ordinary = self._ordinary_gradients(loss_fn, x, y)
+        ordinary = self._ordinary_gradients(loss_fn, x, y, place)
         return {name for name in suspects if ordinary[name] is None}
 
-    def _ordinary_gradients(self, loss_fn: LossFn, x: Tensor, y: Tensor) -> dict[str, Tensor | None]:
-        """Of the first module, without vmap and without a trace."""
+    def _ordinary_gradients(self, loss_fn: LossFn, x: Tensor, y: Tensor, place: int) -> dict[str, Tensor | None]:
+        """Of the worker at ``place``, without vmap and without a trace."""
         model = self._modules[0]
-        leaves = {k: v[0].detach().clone().requires_grad_() for k, v in self._parameters.items()}
-        buffers = {k: v.clone() for k, v in model.named_buffers()}
+        leaves = {k: v[place].detach().clone().requires_grad_() for k, v in self._parameters.items()}
+        state = {k: v[place].clone() for k, v in {**self._buffers, **self._frozen}.items()}
         with torch.random.fork_rng(devices=[]):
-            loss = loss_fn(functional_call(model, {**leaves, **buffers}, (x,)), y)
+            loss = loss_fn(functional_call(model, {**leaves, **state}, (x,)), y)
             found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         return dict(zip(leaves, found))
 
-    def _check_flags(self) -> None:
-        first, *others = ([m.training for m in modules] for modules in self._flags)
+    def _check_alike(self) -> None:
+        """One module's code can stand for all only if they are in the same modes and nobody listens."""
+        first, *others = ([m.training for m in parts] for parts in self._parts)
         if any(flags != first for flags in others):
             raise CannotVectorize("some workers' modules are in training mode and others are not")
+        if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for parts in self._parts for m in parts):
+            raise CannotVectorize("a module has hooks, which would see all workers as one")
+        if any(p._backward_hooks for named in self._named for p in named.values()):
+            raise CannotVectorize("a parameter has hooks, which would not be called")
 
     def _stack(self, name: str) -> Tensor:
-        """All workers' buffers of a name in one tensor, of which each module's own becomes a view."""
+        """All workers' tensors of a name in one, of which each module's own becomes a view."""
         owner, _, leaf = name.rpartition(".")
         modules = [module.get_submodule(owner) for module in self._modules]
-        stacked = torch.stack([m._buffers[leaf] for m in modules])  # type: ignore[misc]  # it has this buffer
+        stacked = torch.stack([_held(m, leaf).detach() for m in modules])
         for m, part in zip(modules, stacked.unbind(0)):
-            m._buffers[leaf] = part
+            if leaf in m._buffers:
+                m._buffers[leaf] = part
+            else:
+                _held(m, leaf).data = part
         return stacked
 
-    def _check_buffers(self) -> None:
-        """Follow buffers that were replaced, as by ``module.running_mean = ...``."""
-        for name, stacked in self._buffers.items():
-            place = stacked.data_ptr()
+    def _follow(self, stacks: dict[str, Tensor]) -> None:
+        """Take in tensors that were replaced from outside, as by ``module.running_mean = ...``."""
+        for name, stacked in stacks.items():
+            owner, _, leaf = name.rpartition(".")
+            place, size = stacked.data_ptr(), _bytes(stacked[0])
             if any(
-                m.get_buffer(name).data_ptr() != place + i * _bytes(stacked[0]) for i, m in enumerate(self._modules)
+                _held(m.get_submodule(owner), leaf).data_ptr() != place + i * size for i, m in enumerate(self._modules)
             ):
-                self._buffers[name] = self._stack(name)
+                stacks[name] = self._stack(name)
 
 
-def _runs(program: Program, parameters: Any, buffers: Mapping[str, Tensor], xs: Tensor, ys: Tensor) -> bool:
+class _Attributes:
+    """What a model's modules hold beside parameters and buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+
+    def check(self) -> None:
+        """Raise if forward has changed any: in vmap it is the first worker's module alone that runs."""
+        for module, held, buffers in self._held:
+            now = vars(module)
+            changed = [k for k in now if k not in held or now[k] is not held[k]]
+            changed += [k for k, value in module._buffers.items() if value is not None and buffers.get(k) is None]
+            if changed:
+                raise CannotVectorize(
+                    f"forward sets {type(module).__name__}.{changed[0]}, which is no registered tensor buffer, so "
+                    "there would be one for all workers"
+                )
+
+    def restore(self) -> None:
+        for module, held, buffers in self._held:
+            for key in set(vars(module)) - set(held):
+                del vars(module)[key]
+            vars(module).update(held)
+            for key, value in module._buffers.items():
+                if value is not None and buffers.get(key) is None:
+                    module._buffers[key] = None
+
+
+def _held(module: nn.Module, leaf: str) -> Tensor:
+    found = module._buffers.get(leaf)
+    held = found if found is not None else module._parameters[leaf]
+    assert held is not None
+    return held
+
+
+def _problem(
+    program: Program, parameters: Any, state: Mapping[str, Tensor], xs: Tensor, ys: Tensor
+) -> Exception | None:
+    """What vmap alone says of it."""
     try:
-        program(parameters, {k: v.clone() for k, v in buffers.items()}, xs, ys)
-    except Exception:  # whatever it is, it is the same as before
-        return False
-    return True
+        program(parameters, {k: v.clone() for k, v in state.items()}, xs, ys)
+    except Exception as error:  # of any kind, as above
+        return error
+    return None
 
 
 def _first_line(error: Exception) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
+import torch.distributed as dist
 from torch import Tensor
 
 from prsgd._check import one_of, whole_number
@@ -22,6 +24,13 @@ class InProcess(Communicator):
         self.num_workers = whole_number("num_workers", num_workers, at_least=1)
         self.workers = range(self.num_workers)
         self.timeout_seconds = 600.0  # nobody waits here
+        if num_workers > 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            warnings.warn(
+                f"InProcess keeps its {num_workers} workers to this process, which is one of {dist.get_world_size()} "
+                f"of a job: TorchDistributed(num_workers={num_workers}) spreads them over all",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def __repr__(self) -> str:
         return f"InProcess({self.num_workers})"

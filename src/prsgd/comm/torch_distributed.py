@@ -42,6 +42,10 @@ class TorchDistributed(Communicator):
         timeout_seconds: float = 600.0,
     ) -> None:
         self.shape = one_of("shape", shape, SHAPES)
+        if not dist.is_initialized():
+            raise UsageError(
+                "TorchDistributed needs a process group: call prsgd.init() first, under torchrun or launch()"
+            )
         self._ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._process = dist.get_rank(group)
         if self._process < 0:
@@ -113,6 +117,7 @@ class TorchDistributed(Communicator):
 
     def close(self) -> None:
         self._closed = True
+        self._errands.close()
         group, self._group = self._group, None
         newest, self._newest = self._newest, None
         if group is None or not dist.is_initialized():
@@ -209,7 +214,7 @@ class _Errands:
     """Runs calls one after another in a thread of its own, so that a sum through a server can travel beside steps."""
 
     def __init__(self) -> None:
-        self._queue: Queue[tuple[Callable[[], None], Future[None]]] = Queue()
+        self._queue: Queue[tuple[Callable[[], None], Future[None]] | None] = Queue()
         self._thread: threading.Thread | None = None
 
     def run(self, call: Callable[[], None]) -> Future[None]:
@@ -220,16 +225,20 @@ class _Errands:
         self._queue.put((call, future))
         return future
 
+    def close(self) -> None:
+        """End the thread, once what is under way is over."""
+        self._queue.put(None)
+
     def _work(self) -> None:
-        while True:
-            call, future = self._queue.get()
+        while (errand := self._queue.get()) is not None:
+            call, future = errand
             try:
                 call()
             except BaseException as error:
                 future.set_exception(RuntimeError(str(error)))
             else:
                 future.set_result(None)
-            del call, future  # they hold the connections open
+            del errand, call, future  # they hold the connections open
 
 
 class _Errand(Generic[T]):

@@ -1,0 +1,43 @@
+"""The command line: ``prsgd COMMAND ...``. Each command is a file: parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import prsgd
+from prsgd.cli.parser import Parser
+
+COMMANDS = {
+    "compare": "train one task with several methods or periods, and report side by side",
+    "train": "one run",
+    "report": "one HTML page with every figure, of runs that are there",
+    "data": "fetch, check and keep data sets",
+}
+"""Each is ``prsgd.cli.NAME`` with ``add(parser)`` and ``run(args, parser)``."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, 1 if it failed on the way, 2 if it was asked for what cannot be."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = Parser(prog="prsgd", description=prsgd.__doc__, epilog="prsgd COMMAND --help tells more.")
+    parser.add_argument("--version", action="version", version=f"prsgd {prsgd.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=_sentence(summary))
+        if arguments[:1] == [name]:  # the others' options are not needed now
+            import_module(f"prsgd.cli.{name}").add(command)
+    try:
+        args = parser.parse_args(arguments)
+        code: int = import_module(f"prsgd.cli.{args.command}").run(args)
+    except BrokenPipeError:
+        return 0  # whoever read our output has seen enough
+    except KeyboardInterrupt:
+        print("\nprsgd: stopped at once", file=sys.stderr)
+        return 130
+    return code
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."

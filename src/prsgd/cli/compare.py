@@ -1,0 +1,140 @@
+"""``prsgd compare``: several methods or periods side by side, and a report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prsgd.cli.options import RUN, add_place_options, add_run_options, merged
+from prsgd.cli.parser import Parser, fail, refusing
+
+if TYPE_CHECKING:
+    from prsgd.config import Config
+
+PERIODS = [1, 4, 8, 16, 32]
+SEEDS = [3]
+
+
+def add(parser: Parser) -> None:
+    add_run_options(parser, several=True)
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", metavar="S", help="one number: how many (3); several: these seeds"
+    )
+    where = add_place_options(parser)
+    where.add_argument("--jobs", type=int, metavar="J", help="runs at a time (one for each core)")
+
+
+def run(args: argparse.Namespace) -> int:
+    with refusing("compare"):
+        configs, folder, at_once = _ask(args)
+    from prsgd import running
+    from prsgd.cli.display import Display, number_of
+    from prsgd.cli.running import STOPPED, failing, interruptible
+    from prsgd.jobs import Failure
+
+    names = [f"{c.label}, seed {c.seed}" for c in configs]
+    print(f"{_what(configs)}: {number_of(len(configs), 'run')} in {folder}", file=sys.stderr)
+    with interruptible() as asked, failing("compare", folder), Display(names) as display:
+
+        def finished(number: int, result: Any) -> None:
+            if isinstance(result, Failure):
+                if result.trace:
+                    running.note_failure(folder / configs[number].folder_name, result.trace)
+                display.failed(number, f"{result.kind}: {result.message}")
+            elif result is not None:
+                display.finished(number, result)
+
+        results = running.compare(
+            configs, folder, at_once=at_once, observe=display.show, finished=finished, should_stop=asked,
+            tensorboard=args.tensorboard,
+        )  # fmt: skip
+    if any(result is None for result in results):
+        print(f"stopped; continue with: prsgd compare --resume {folder}", file=sys.stderr)
+        return STOPPED
+    bad = [name for name, result in zip(names, results) if isinstance(result, Failure)]
+    if len(bad) == len(results):
+        fail("compare", f"no run came to its end; see above, and {folder}", code=1)
+    _report(folder, args.json)
+    if bad:
+        fail("compare", f"{number_of(len(bad), 'run')} failed: {'; '.join(bad)}", code=1)
+    return 0
+
+
+def _report(folder: Path, as_json: bool) -> None:
+    from prsgd.report import page, read, series, verdict
+    from prsgd.report.table import text_table
+
+    groups = series.group(read.read([folder]))
+    place = page.write([folder])
+    sentence = verdict.verdict(groups)
+    if as_json:
+        summaries = [json.loads(p.read_bytes()) for p in sorted(folder.glob("*/summary.json"))]
+        print(json.dumps({"folder": str(folder), "report": str(place), "verdict": sentence, "runs": summaries}))
+        return
+    print(f"\n{text_table(groups)}\n\n{sentence}\n\nreport: {place}")
+
+
+def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
+    """The runs, their folder and how many at a time. All that can be wrong is found here."""
+    from prsgd import events, folders, running
+    from prsgd._check import whole_number
+    from prsgd.cli.running import new_folder
+
+    given = merged(args, (*RUN, "seeds", "jobs"))
+    jobs = given.pop("jobs", None)
+    at_once = whole_number("jobs", jobs, at_least=1) if jobs is not None else os.cpu_count() or 1
+    if args.tensorboard:
+        events.check()
+    if args.resume is not None:
+        if args.out is not None or given:
+            raise ValueError("resume continues a comparison as it was begun: no other option but jobs goes with it")
+        configs = folders.read_comparison(args.resume)
+        folder = args.resume
+    else:
+        configs = variants(given)
+        folder = args.out or new_folder(f"compare-{configs[0].task}")
+    for config in configs:
+        running.check(config)
+    folders.claim(folder, marker="compare.json", resume=args.resume is not None, overwrite=args.overwrite)
+    folders.write_comparison(folder, configs)
+    return configs, folder, max(1, at_once // max(c.processes for c in configs))
+
+
+def variants(given: dict[str, Any]) -> list[Config]:
+    """Every method with every period and overlap, for every seed; methods without a period once."""
+    from prsgd import methods
+    from prsgd.config import Config
+
+    values = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
+    names = values.pop("method", ["pr-sgd"])
+    periods = values.pop("period", None)
+    overlaps = values.pop("overlap", [0])
+    seeds = values.pop("seeds", SEEDS)
+    if len(seeds) == 1:
+        if not isinstance(seeds[0], int) or seeds[0] < 1:
+            raise ValueError(f"seeds must be how many, at least 1, or a list of seeds, got {seeds[0]!r}")
+        seeds = list(range(seeds[0]))
+    for key, several in values.items():
+        if len(several) != 1:
+            raise ValueError(f"{key} takes one value, got {several!r}")
+    rest = {key: several[0] for key, several in values.items()}
+    found: dict[Config, None] = {}
+    for name, overlap, seed in product(names, overlaps, seeds):
+        has_period = methods.find(name).has_period
+        usual = PERIODS if len(names) == 1 else [None]
+        for period in (periods or usual) if has_period else [None]:
+            config = Config.from_dict({**rest, "method": name, "overlap": overlap, "period": period, "seed": seed})
+            found[config.resolve()] = None
+    order = {label: i for i, label in enumerate(dict.fromkeys(c.label for c in found))}
+    return sorted(found, key=lambda c: (c.seed, order[c.label]))
+
+
+def _what(configs: list[Config]) -> str:
+    one = configs[0]
+    length = f"{one.epochs} epochs" if one.epochs is not None else f"{one.steps} steps"
+    return f"{one.task}, {one.model}, {one.workers} workers, batch {one.batch_size} each, {length}"

@@ -1,0 +1,43 @@
+"""``prsgd data list | get NAME | path NAME``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from prsgd.cli.parser import Parser, refusing
+
+
+def add(parser: Parser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="list|get|path", required=True, parser_class=Parser)
+    actions.add_parser("list", help="the data sets, and which are here")
+    get = actions.add_parser("get", help="fetch one, check it and keep it")
+    get.add_argument("name")
+    get.add_argument("--from", dest="given", type=Path, metavar="PATH", help="a file or folder that you have already")
+    path = actions.add_parser("path", help="where one is kept")
+    path.add_argument("name")
+
+
+def run(args: argparse.Namespace) -> int:
+    with refusing("data"):
+        from prsgd import datasets
+
+        if args.action == "list":
+            print("digits          embedded    handwritten digits 8x8 in 10 classes (Alpaydin, Kaynak)")
+            for name, source in datasets.SOURCES.items():
+                state = "here" if datasets.path(name).exists() else "not here"
+                print(f"{name:<15} {state:<11} {source.summary}; {source.size}")
+            return 0
+        if args.action == "path":
+            place = datasets.path(args.name)
+            if not place.exists():
+                raise ValueError(f"{args.name} is not here yet: prsgd data get {args.name}")
+            print(place)
+            return 0
+        if args.name == "digits":
+            print("digits are part of prsgd: nothing to fetch", file=sys.stderr)
+            return 0
+        print(f"fetching {args.name} ...", file=sys.stderr)
+        print(datasets.get(args.name, given=args.given))
+    return 0

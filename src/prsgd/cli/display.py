@@ -1,0 +1,112 @@
+"""What people see while it runs: a table that lives in a terminal, plain lines elsewhere. All on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from prsgd.experiment import Progress, Summary
+
+LINE_SECONDS = 10.0
+"""Between two plain lines of one run."""
+
+
+class Display:
+    """A row for each run, by its name."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._cells: list[tuple[str, ...]] = [("waiting", "", "", "", "")] * len(names)
+        self._console = Console(stderr=True)
+        self._live = (
+            Live(console=self._console, get_renderable=self._table, refresh_per_second=4, transient=True)
+            if self._console.is_terminal
+            else None
+        )
+        self._said = [0.0] * len(names)
+
+    def __enter__(self) -> Display:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, number: int, progress: Progress) -> None:
+        """Where a run is."""
+        seen = progress.evaluation
+        self._cells[number] = (
+            f"{progress.epoch:.1f} of {progress.num_epochs:g}",
+            str(progress.round),
+            "" if seen is None else f"{seen.train_loss:.4f}",
+            "" if seen is None or seen.test_accuracy is None else f"{seen.test_accuracy:.1%}",
+            "" if progress.seconds_left is None else duration(progress.seconds_left),
+        )
+        now = time.monotonic()
+        if self._live is None and now - self._said[number] >= LINE_SECONDS:
+            self._said[number] = now
+            epoch, round, loss, accuracy, left = self._cells[number]
+            parts = [f"epoch {epoch}", f"round {round}", f"loss {loss}", f"accuracy {accuracy}", f"{left} left"]
+            filled = [p for p, cell in zip(parts, self._cells[number]) if cell]
+            print(f"{self._names[number]}: {', '.join(filled)}", file=sys.stderr, flush=True)
+
+    def finished(self, number: int, summary: Summary) -> None:
+        accuracy = "" if summary.test_accuracy is None else f"{summary.test_accuracy:.1%}"
+        self._cells[number] = ("done", str(summary.rounds), f"{summary.train_loss:.4f}", accuracy, "")
+        if self._live is None:
+            end = f", test accuracy {accuracy}" if accuracy else ""
+            self.say(f"{self._names[number]}: done in {duration(summary.seconds)}, loss {summary.train_loss:.4f}{end}")
+
+    def failed(self, number: int, message: str) -> None:
+        self._cells[number] = ("failed", "", "", "", "")
+        self.say(f"{self._names[number]}: failed: {message}")
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        if self._live is not None:
+            self._console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("run", no_wrap=True, max_width=34)
+        for title in ("epoch", "round", "train loss", "test acc.", "left"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for name, cells in zip(self._names, self._cells):
+            table.add_row(name, *cells)
+        return table
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them.
+
+    >>> duration(4.2), duration(75), duration(8000)
+    ('4 s', '1 min 15 s', '2 h 13 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def number_of(count: int, noun: str) -> str:
+    """
+    >>> number_of(1, "run"), number_of(15, "run")
+    ('1 run', '15 runs')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,56 @@
+"""The options that train and compare share, on the command line or in a TOML file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from prsgd.cli.parser import Parser, read_toml
+
+RUN = (
+    "task", "model", "method", "workers", "period", "overlap", "epochs", "steps", "batch_size", "lr", "momentum",
+    "weight_decay", "split", "processes",
+)  # fmt: skip
+"""Fields of a Config that are options of the same name."""
+
+
+def add_run_options(parser: Parser, *, several: bool) -> None:
+    """``several``: method, period and overlap take more than one value."""
+    many: dict[str, Any] = {"nargs": "+"} if several else {}
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--task", help="digits, fashion-mnist, cifar10 or synthetic (digits)")
+    what.add_argument("--model", help="one of the task's models (its first)")
+    what.add_argument("--split", help="who has which data: pool, iid or dirichlet:ALPHA (iid)")
+    how = parser.add_argument_group("how")
+    names = ("--method", "--methods") if several else ("--method",)
+    how.add_argument(*names, dest="method", metavar="NAME", help="pr-sgd, minibatch-sgd, ... (pr-sgd)", **many)
+    how.add_argument("--workers", type=int, metavar="N", help="how many (8)")
+    usual = "1 4 8 16 32" if several else "8"
+    how.add_argument("--period", type=int, metavar="I", help=f"local steps between two averages ({usual})", **many)
+    how.add_argument("--overlap", type=int, metavar="D", help="steps that hide an average's transfer (0)", **many)
+    how.add_argument("--epochs", type=int, metavar="E", help="passes over the data, all workers together")
+    how.add_argument("--steps", type=int, metavar="T", help="instead of epochs: steps of each worker")
+    how.add_argument("--batch-size", type=int, metavar="B", help="of each worker")
+    how.add_argument("--lr", type=float, help="divided by 10 at 1/2 and 11/12 of the run (0.1)")
+    how.add_argument("--momentum", type=float, metavar="M", help="(0.9)")
+    how.add_argument("--weight-decay", type=float, metavar="W", help="(0)")
+
+
+def add_place_options(parser: Parser) -> argparse._ArgumentGroup:
+    where = parser.add_argument_group("where")
+    where.add_argument("--processes", type=int, metavar="P", help="spread a run's workers over P processes here (1)")
+    where.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (a new one in runs/)")
+    where.add_argument("--resume", type=Path, metavar="DIR", help="continue what is in this folder")
+    where.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
+    where.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with these options as keys")
+    where.add_argument("--json", action="store_true", help="print a summary for programs, and nothing else, to stdout")
+    where.add_argument("--tensorboard", action="store_true", help="write event files too")
+    return where
+
+
+def merged(args: argparse.Namespace, keys: tuple[str, ...]) -> dict[str, Any]:
+    """What was given, on the command line or else in the file."""
+    given = read_toml(args.config, keys) if args.config is not None else {}
+    typed = {key: getattr(args, key) for key in keys}
+    return {**given, **{key: value for key, value in typed.items() if value is not None}}

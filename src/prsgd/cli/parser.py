@@ -1,0 +1,88 @@
+"""Arguments: argparse with one-line errors that suggest the nearest name."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from prsgd._check import nearest
+from prsgd.errors import PrsgdError
+
+
+class Parser(argparse.ArgumentParser):
+    """One line on an error, and no abbreviated options: they would change meaning when options are added."""
+
+    def __init__(self, prog: str, description: str | None = None, epilog: str | None = None, **options: Any) -> None:
+        options |= {"allow_abbrev": False, "formatter_class": _Help}
+        super().__init__(prog, description=description, epilog=epilog, **options)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = [option for parser in self._all() for option in parser._option_string_actions]
+            self.error(f"unknown argument {unknown[0]!r}{nearest(unknown[0].split('=')[0], known)}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.match(r"argument COMMAND: invalid choice: '(.*?)'", message)
+        if choice:
+            names = [name for action in self._choices() for name in action]
+            message = f"unknown command {choice[1]!r}{nearest(choice[1], names) or ': ' + ', '.join(names)}"
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def _choices(self) -> Iterator[dict[str, Parser]]:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                yield action.choices
+
+    def _all(self) -> Iterator[Parser]:
+        yield self
+        for choices in self._choices():
+            yield from choices.values()
+
+
+class _Help(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=80)
+
+
+@contextmanager
+def refusing(command: str) -> Iterator[None]:
+    """Before anything is trained: what is wrong with the arguments, the data or the folder is one line and exit 2."""
+    try:
+        yield
+    except (ValueError, PrsgdError) as error:
+        fail(command, str(error), code=2)
+    except OSError as error:
+        fail(command, f"{error.filename or 'file'}: {error.strerror or error}", code=2)
+
+
+def fail(command: str, message: str, *, code: int) -> NoReturn:
+    print(f"prsgd {command}: error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def read_toml(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
+    """A file with the command's long options as keys; unknown ones are refused with the nearest name."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # type: ignore[import-not-found]  # not installed where it is not needed
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    found = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name not in allowed:
+            raise ValueError(f"{path}: unknown key {key!r}{nearest(name, allowed)}")
+        found[name] = value
+    return found

@@ -1,0 +1,62 @@
+"""What train and compare do alike around a run: Ctrl-C, errors on the way, a name for the folder."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from prsgd.cli.parser import fail
+from prsgd.errors import LaunchError, PrsgdError
+from prsgd.running import last_line, note_failure
+
+STOPPED = 130
+"""Exit code after Ctrl-C."""
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C asks, the second stops at once. Yields whether it was asked."""
+    asked = False
+
+    def on_interrupt(_: int, __: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        print("stopping; Ctrl-C again stops at once", file=sys.stderr)
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def failing(command: str, folder: Path) -> Iterator[None]:
+    """While training: what goes wrong is one line and exit 1; the traceback of a surprise lies in the folder."""
+    hint = f"; the last checkpoint is kept, continue with --resume {folder}"
+    try:
+        yield
+    except LaunchError as error:
+        fail(command, last_line(error) + hint, code=1)
+    except PrsgdError as error:
+        fail(command, str(error) + hint, code=1)
+    except OSError as error:
+        fail(command, f"{error.filename or folder}: {error.strerror or error}{hint}", code=1)
+    except Exception as error:
+        try:
+            place = note_failure(folder, traceback.format_exc())
+        except OSError:
+            raise error from None
+        fail(command, f"{type(error).__name__}: {error} (the traceback is in {place}){hint}", code=1)
+
+
+def new_folder(name: str) -> Path:
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

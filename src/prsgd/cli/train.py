@@ -1,0 +1,106 @@
+"""``prsgd train``: one run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prsgd.cli.options import RUN, add_place_options, add_run_options, merged
+from prsgd.cli.parser import Parser, refusing
+
+if TYPE_CHECKING:
+    from prsgd.config import Config
+    from prsgd.experiment import Summary
+
+
+def add(parser: Parser) -> None:
+    add_run_options(parser, several=False)
+    parser.add_argument("--seed", "--seeds", dest="seed", type=int, metavar="S", help="of weights and data order (0)")
+    add_place_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with refusing("train"):
+        config, folder, begun = _ask(args)
+    from prsgd.cli.display import Display, duration
+    from prsgd.cli.running import STOPPED, failing, interruptible
+    from prsgd.experiment import Stopped
+    from prsgd.running import train
+
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        print(f"{_what(config)}\n{'continuing' if begun else 'in'} {folder}", file=sys.stderr)
+    try:
+        with interruptible() as asked, failing("train", folder), Display([config.label]) as display:
+            summary = train(
+                config, folder, observe=lambda progress: display.show(0, progress), should_stop=asked,
+                tensorboard=args.tensorboard,
+            )  # fmt: skip
+    except Stopped as stopped:
+        if first:
+            print(f"stopped after step {stopped.step}; continue with: prsgd train --resume {folder}", file=sys.stderr)
+        return STOPPED
+    if not first:
+        return 0
+    if args.json:
+        print(json.dumps({"folder": str(folder), "config": dataclasses.asdict(config), **dataclasses.asdict(summary)}))
+    else:
+        print(f"done in {duration(summary.seconds)} of training: {_result(summary)}")
+        print(f"figures: prsgd report {folder}")
+    return 0
+
+
+def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
+    """What is to be trained, where, and whether it was begun before. All that can be wrong is found here."""
+    import torch
+
+    from prsgd import events, folders, running
+    from prsgd.cli.running import new_folder
+    from prsgd.config import Config
+    from prsgd.experiment import prepare
+
+    torch.set_num_threads(1)
+    given = merged(args, (*RUN, "seed"))
+    if args.tensorboard:
+        events.check()
+    if args.resume is not None:
+        if args.out is not None:
+            raise ValueError("out and resume are two ways to name the folder: give one of them")
+        config = folders.read_config(args.resume)
+        folders.same(config, given, args.resume)
+        folder = args.resume
+    else:
+        config = Config.from_dict(given).resolve()
+        folder = args.out or new_folder(f"{config.task}-{config.folder_name}")
+    running.check(config)
+    if running.under_torchrun():
+        config, folder = running.join_torchrun(config, folder)
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        folders.claim(folder, marker="config.json", resume=args.resume is not None, overwrite=args.overwrite)
+        if args.resume is None:
+            prepare(config, folder)
+        elif folders.read_config(folder) != config:
+            raise ValueError(f"{folder} was begun with {folders.read_config(folder).processes} processes")
+    return config, folder, args.resume is not None
+
+
+def _what(config: Config) -> str:
+    length = f"{config.epochs} epochs" if config.epochs is not None else f"{config.steps} steps"
+    return (
+        f"{config.task}, {config.model}: {config.label}, {config.workers} workers, batch {config.batch_size} each, "
+        f"{length}"
+    )
+
+
+def _result(summary: Summary) -> str:
+    accuracy = "" if summary.test_accuracy is None else f", test accuracy {summary.test_accuracy:.1%}"
+    return (
+        f"training loss {summary.train_loss:.4f}{accuracy}, {summary.rounds:,} rounds, "
+        f"{summary.bytes_sent / 1e6:,.2f} MB sent per worker"
+    )

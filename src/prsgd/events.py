@@ -1,0 +1,42 @@
+"""Event files for TensorBoard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+AVERAGE = ("loss", "drift", "bytes_sent", "wait_seconds", "lr")
+EVALUATION = ("train_loss", "test_loss", "test_accuracy")
+
+
+def check() -> None:
+    """A ValueError if the package is not there."""
+    try:
+        import tensorboard  # type: ignore[import-untyped]  # noqa: F401 - is it there?
+    except ImportError:
+        raise ValueError("--tensorboard needs a package that is not there: pip install tensorboard") from None
+
+
+class Events:
+    """A run's lines as TensorBoard's scalars, by step."""
+
+    def __init__(self, folder: Path) -> None:
+        check()
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def add(self, line: dict[str, Any]) -> None:
+        kind = line["kind"]
+        for name in AVERAGE if kind == "average" else EVALUATION:
+            if line[name] is not None:
+                self._writer.add_scalar(f"{kind}/{name}", line[name], line["step"])
+
+    def __enter__(self) -> Events:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.close()

@@ -1,0 +1,89 @@
+"""A run's folder: who may write into it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from prsgd.checkpoint import write
+from prsgd.config import Config
+from prsgd.errors import CheckpointError
+
+OURS = (
+    "config.json", "environment.json", "records.jsonl", "split.json", "summary.json", "checkpoints", "error.txt",
+    "stop", "compare.json", "report.html", "figures", "curves.csv", "table.csv", "tensorboard",
+)  # fmt: skip
+"""What we put into a folder: --overwrite removes these and nothing else."""
+
+
+def claim(folder: Path, *, marker: str, resume: bool, overwrite: bool) -> None:
+    """See that ``folder`` can be written, and that it holds nothing that is not ours to replace.
+
+    ``marker`` is the file that tells a folder of this kind: config.json of a run, compare.json of a comparison.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"out must be a folder, {folder} is a file")
+    holds = sorted(p.name for p in folder.iterdir()) if folder.exists() else []
+    if holds and not resume:
+        if marker not in holds:
+            raise ValueError(f"out must be an empty or new folder, {folder} holds {holds[0]!r} and is no run of ours")
+        if not overwrite:
+            raise ValueError(f"{folder} holds another run: continue it with --resume, or replace it with --overwrite")
+        clear(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"out cannot be written: {folder}: {error.strerror}") from None
+
+
+def clear(folder: Path) -> None:
+    """Remove what we put there, runs that were compared included."""
+    for path in folder.iterdir():
+        if path.is_dir() and (path / "config.json").exists():
+            clear(path)
+            path.rmdir()
+        elif path.name in OURS:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def read_config(folder: Path) -> Config:
+    """The config of the run in ``folder``."""
+    return Config.from_dict(_read(folder / "config.json", "run"))
+
+
+def read_comparison(folder: Path) -> list[Config]:
+    """The configs of the comparison in ``folder``."""
+    content = _read(folder / "compare.json", "comparison")
+    return [Config.from_dict(entry) for entry in content["runs"]]
+
+
+def same(saved: Config, given: dict[str, Any], folder: Path) -> None:
+    """What was given along with --resume must be what the run has."""
+    for key, value in given.items():
+        has = getattr(saved, key)
+        if value is not None and has != value:
+            raise CheckpointError(f"{folder} has {key} {has!r}, got {value!r}: a run is continued as it was begun")
+
+
+def _read(path: Path, kind: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} holds no {kind}: it has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a {kind}'s")
+    return content
+
+
+def write_comparison(folder: Path, configs: list[Config]) -> None:
+    """Say in ``folder`` what is compared there."""
+    content = json.dumps({"runs": [dataclasses.asdict(c) for c in configs]}, indent=2)
+    write(folder / "compare.json", content.encode())

@@ -1,0 +1,171 @@
+"""The figures for paper: PNG and SVG at the width of a column."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prsgd.report.curves import Chart, Curve, charts
+from prsgd.report.series import Group
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Split = tuple[tuple[int, ...], ...]
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
+"""Okabe and Ito's, which colour-blind readers can tell apart; without the yellow, which paper swallows."""
+_DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.8), (1.4, 1.4), (6, 1.6, 1.4, 1.6), (3, 1.4))
+_MARKERS = "os^Dv"
+_SIZE_INCHES = (3.5, 2.6)
+_STYLE = {
+    "axes.grid": True,
+    "axes.labelsize": 8,
+    "axes.linewidth": 0.6,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 8,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 8,
+    "grid.alpha": 0.35,
+    "grid.linewidth": 0.4,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "lines.linewidth": 1.2,
+    "savefig.dpi": 200,
+    "svg.hashsalt": "prsgd",
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+}
+
+
+def draw(groups: Sequence[Group], folder: Path) -> list[Path]:
+    """figures/NAME.png and .svg in ``folder`` for each figure that there are numbers for; returns their paths.
+
+    The same numbers give the same bytes: a figure under version control changes only when they do.
+    """
+    import matplotlib as mpl
+
+    place = folder / "figures"
+    place.mkdir(parents=True, exist_ok=True)
+    paths = []
+    with mpl.rc_context({**mpl.rcParamsDefault, **_STYLE, "backend": mpl.get_backend()}):
+        made = [(chart.key, _chart(chart)) for chart in charts(groups)]
+        split = first_split(groups)
+        if split is not None:
+            made.append(("split", _bars(split)))
+        for key, figure in made:
+            for kind in ("png", "svg"):
+                paths.append(place / f"{key}.{kind}")
+                figure.savefig(paths[-1], metadata={"Date": None} if kind == "svg" else {"Software": None})
+    return paths
+
+
+def first_split(groups: Sequence[Group]) -> Split | None:
+    """Of the first run that has one: with the same seed, all have the same."""
+    return next((run.split for group in groups for run in group.runs if run.split is not None), None)
+
+
+def class_colours(count: int) -> list[str]:
+    """From dark to light, so that neighbours differ in any rendering.
+
+    >>> class_colours(2)
+    ['#482475', '#bddf26']
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(colormaps["viridis"](0.1 + 0.8 * i / max(1, count - 1))) for i in range(count)]
+
+
+def is_light(colour: str) -> bool:
+    """Does black stand out on it?
+
+    >>> is_light("#bddf26"), is_light("#482475")
+    (True, False)
+    """
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue > 140
+
+
+def _new(title: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure  # not pyplot: nothing to show, nothing to close
+
+    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(textwrap.fill(title, 46))
+    return figure, axes
+
+
+def _chart(chart: Chart) -> Figure:
+    figure, axes = _new(chart.title)
+    right = max(curve.x[-1] for curve in chart.curves)
+    for mark in chart.marks:
+        if mark < right:
+            axes.axvline(mark, color="#999999", linewidth=0.6, linestyle=(0, (2, 2)), zorder=1)
+            place = axes.get_xaxis_transform()
+            axes.text(
+                mark, 1.0, " lr / 10", transform=place, fontsize=6, color="#777777", ha="right", va="top", rotation=90
+            )
+    for curve in chart.curves:
+        _curve(axes, curve)
+    if chart.log_x:
+        axes.set_xscale("log")
+    elif right > 0:
+        axes.set_xlim(0, 1.01 * right)
+    if chart.log_y:
+        axes.set_yscale("log")
+    if chart.floor is not None:
+        top = max(max(curve.high) for curve in chart.curves)
+        axes.set_ylim(chart.floor, top + 0.06 * (top - chart.floor))
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    longest = max(len(curve.name) for curve in chart.curves)
+    columns = max(1, min(len(chart.curves), 54 // (longest + 7)))
+    figure.legend(loc="outside lower center", ncols=columns, handlelength=2.4, columnspacing=1.2, borderaxespad=0.2)
+    return figure
+
+
+def _curve(axes: Axes, curve: Curve) -> None:
+    colour = COLOURS[curve.style % len(COLOURS)]
+    apart = max(1, len(curve.x) // 6)
+    axes.plot(
+        curve.x,
+        curve.mean,
+        color=colour,
+        linestyle=(0, _DASHES[curve.style % len(_DASHES)] or (1, 0)),
+        marker=_MARKERS[curve.style % len(_MARKERS)],
+        markersize=3.2,
+        markeredgewidth=0,
+        markevery=(min(curve.style * apart // 5, len(curve.x) - 1), apart),
+        label=curve.name,
+        zorder=3,
+    )
+    axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0, zorder=2)
+
+
+def _bars(split: Split) -> Figure:
+    figure, axes = _new("Who saw which classes in the first epoch")
+    workers, classes = len(split), len(split[0])
+    most = max(map(sum, split)) or 1
+    offsets = [0] * workers
+    for label, colour in enumerate(class_colours(classes)):
+        counts = [row[label] for row in split]
+        axes.barh(range(workers), counts, left=offsets, color=colour, height=0.8, edgecolor="white", linewidth=0.4)
+        for worker, count in enumerate(counts):
+            if count > 0.035 * most and workers <= 16:
+                ink = "black" if is_light(colour) else "white"
+                middle = offsets[worker] + count / 2
+                axes.text(middle, worker, str(label), color=ink, fontsize=6, ha="center", va="center")
+            offsets[worker] += count
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_yticks(range(0, workers, max(1, workers // 8)))
+    axes.set_xlabel("samples (the number in a bar is the class)")
+    axes.set_ylabel("worker")
+    return figure

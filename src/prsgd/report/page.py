@@ -1,0 +1,130 @@
+"""One page that explains a comparison to somebody who was not there; it needs no network and no other file."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from prsgd.report import about
+from prsgd.report.curves import Chart, charts
+from prsgd.report.figures import class_colours, draw, first_split, is_light
+from prsgd.report.read import read
+from prsgd.report.series import Group, group, rows
+from prsgd.report.table import row_cells, write_csv
+from prsgd.report.verdict import verdict
+
+_CAPTIONS = {
+    "training-loss": (
+        "Training loss against epochs",
+        "As Figure 3 of the paper. The loss is that of the consensus, the average of all workers' models; lower is "
+        "better. Lines that lie on each other mean that averaging less often cost nothing.",
+    ),
+    "test-accuracy": (
+        "Test accuracy against epochs",
+        "As Figure 4 of the paper. How many images that were not trained on the consensus gets right; higher is better.",
+    ),
+    "loss-against-bytes": (
+        "Training loss against bytes sent",
+        "The same losses, against what each worker had sent by then. Further left is cheaper; both axes are logarithmic.",
+    ),
+    "drift": (
+        "Drift over time",
+        "Drift is how far the workers' models are from each other just before they are averaged: the mean squared "
+        "distance from their average. It grows with the period and falls with the lr.",
+    ),
+}
+
+
+def write(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """Make report.html in the folder ``out``, with figures/, table.csv and curves.csv beside it; returns its path.
+
+    ``folders`` are runs or comparisons; ``out`` is the folder itself if there is one.
+    """
+    if out is None:
+        if len(folders) != 1:
+            raise ValueError(f"out must be given unless there is one folder to report on, got {len(folders)} folders")
+        out = folders[0]
+    groups = group(read(folders))
+    draw(groups, out)
+    write_csv(groups, out)
+    path = out / "report.html"
+    path.write_text(_render(groups, out), encoding="utf-8")
+    return path
+
+
+def _render(groups: Sequence[Group], out: Path) -> str:
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    found = charts(groups)
+    split = first_split(groups)
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return template.from_string(_part("page.html.j2")).render(
+        title=about.title(groups),
+        verdict=verdict(groups),
+        sentences=about.what_was_run(groups),
+        unfinished=[one for one in groups if one.state],
+        charts=[_figure(chart, out) for chart in found],
+        split=None if split is None else _static("split", out),
+        split_sentence=about.split_sentence(str(groups[0].runs[0].config.get("split", "iid"))),
+        split_seed=groups[0].runs[0].config["seed"],
+        rows=[
+            {"name": row.name, "state": row.state, "seeds": row.seeds, "cells": row_cells(row)} for row in rows(groups)
+        ],
+        has_accuracy=any(row.test_accuracy is not None for row in rows(groups)),
+        commands=about.commands(groups),
+        environment=about.environments(groups),
+        css=Markup(_part("page.css")),
+        js=Markup(_part("page.js")),
+        data=Markup(_embedded(_data(groups, found))),
+    )
+
+
+def _part(name: str) -> str:
+    return (resources.files("prsgd.report") / name).read_text(encoding="utf-8")
+
+
+def _figure(chart: Chart, out: Path) -> dict[str, str]:
+    heading, caption = _CAPTIONS[chart.key]
+    if chart.floor:
+        caption += f" The axis begins at {chart.floor:.0f} %; the first epochs are below."
+    return {"key": chart.key, "heading": heading, "caption": caption, "image": _static(chart.key, out)}
+
+
+def _static(key: str, out: Path) -> str:
+    """The figure for paper, for readers without JavaScript."""
+    image = (out / "figures" / f"{key}.svg").read_bytes()
+    return f"data:image/svg+xml;base64,{base64.b64encode(image).decode()}"
+
+
+def _data(groups: Sequence[Group], found: Sequence[Chart]) -> dict[str, Any]:
+    split = first_split(groups)
+    colours = [] if split is None else class_colours(len(split[0]))
+    return {
+        "charts": {chart.key: _rounded(asdict(chart)) for chart in found},
+        "split": split,
+        "classes": [{"fill": colour, "ink": "#000" if is_light(colour) else "#fff"} for colour in colours],
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Five digits are more than a screen shows."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _embedded(data: dict[str, Any]) -> str:
+    """JSON that cannot end the script element it stands in.
+
+    >>> _embedded({"name": "</script>"})
+    '{"name":"\\\\u003c/script>"}'
+    """
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -1,0 +1,208 @@
+"""Run folders, read and checked: what the rest of the report takes for granted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Average:
+    """What the report needs of a ``prsgd.Record``."""
+
+    round: int
+    step: int
+    bytes_sent: int
+    """Per worker."""
+    lr: float
+    drift: float | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The consensus of all workers, looked at between two epochs."""
+
+    epoch: float
+    step: int
+    train_loss: float
+    test_accuracy: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, finished or not."""
+
+    folder: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    averages: tuple[Average, ...]
+    evaluations: tuple[Evaluation, ...]
+    summary: dict[str, Any] | None
+    """None while it is unfinished."""
+    split: tuple[tuple[int, ...], ...] | None
+    """Samples of each class that each worker saw in its first epoch."""
+
+    @property
+    def label(self) -> str:
+        """The method, and its period and overlap if it has them."""
+        config = self.config
+        name = str(config["method"])
+        if config.get("period") is not None:
+            name += f" period {config['period']}"
+        return f"{name} overlap {config['overlap']}" if config.get("overlap") else name
+
+    @property
+    def last(self) -> Evaluation | None:
+        """How good the model was when last looked at."""
+        return self.evaluations[-1] if self.evaluations else None
+
+    @property
+    def diverged(self) -> bool:
+        return self.last is not None and not math.isfinite(self.last.train_loss)
+
+    @property
+    def finished(self) -> bool:
+        return self.summary is not None and self.last is not None and not self.diverged
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """None before the first epoch is over."""
+        last = self.last
+        return last.step / last.epoch if last is not None and last.epoch > 0 else None
+
+    @property
+    def planned_epochs(self) -> float | None:
+        """How long the run is to be; None if that is given in steps and no epoch is over yet."""
+        if self.config.get("epochs") is not None:
+            return float(self.config["epochs"])
+        per_epoch = self.steps_per_epoch
+        return None if per_epoch is None or self.config.get("steps") is None else self.config["steps"] / per_epoch
+
+    @cached_property
+    def bytes_sent(self) -> int:
+        """Per worker, so far."""
+        return sum(average.bytes_sent for average in self.averages)
+
+    @cached_property
+    def mean_drift(self) -> float | None:
+        drifts = [average.drift for average in self.averages if average.drift is not None]
+        return sum(drifts) / len(drifts) if drifts else None
+
+
+def read(folders: Sequence[Path]) -> list[Run]:
+    """The runs in ``folders``, each of which is a run's folder or has runs one level down.
+
+    >>> read([Path("nowhere")])
+    Traceback (most recent call last):
+    ValueError: folder must hold a config.json, itself or one level down, got nowhere
+    """
+    found: dict[Path, Run] = {}
+    for folder in folders:
+        alone = (folder / "config.json").is_file()
+        inside = [folder] if alone else sorted(path.parent for path in folder.glob("*/config.json"))
+        if not inside:
+            raise ValueError(f"folder must hold a config.json, itself or one level down, got {folder}")
+        for place in inside:
+            if place.resolve() not in found:
+                found[place.resolve()] = _read_run(place)
+    return list(found.values())
+
+
+def _read_run(folder: Path) -> Run:
+    config = _object(folder / "config.json")
+    for key in ("task", "model", "method", "workers", "seed"):
+        if config.get(key) is None:
+            raise ValueError(f"{folder / 'config.json'}: {key} is missing")
+    averages, evaluations = _records(folder / "records.jsonl")
+    optional = {name: folder / f"{name}.json" for name in ("environment", "summary", "split")}
+    given = {name: _object(path) if path.is_file() else None for name, path in optional.items()}
+    return Run(
+        folder=folder,
+        config=config,
+        environment=given["environment"] or {},
+        averages=tuple(averages),
+        evaluations=tuple(evaluations),
+        summary=given["summary"],
+        split=None if given["split"] is None else _counts(optional["split"], given["split"]),
+    )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _counts(path: Path, split: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    rows = split.get("counts")
+    whole = isinstance(rows, list) and all(
+        isinstance(row, list) and len(row) == len(rows[0]) and all(type(n) is int and n >= 0 for n in row)
+        for row in rows
+    )
+    if not rows or not whole:
+        raise ValueError(f"{path}: counts must be rows of whole numbers >= 0, one row per worker, all of one length")
+    return tuple(tuple(row) for row in rows)
+
+
+def _records(path: Path) -> tuple[list[Average], list[Evaluation]]:
+    averages: list[Average] = []
+    evaluations: list[Evaluation] = []
+    lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            _add(text, averages, evaluations)
+        except ValueError as error:
+            if number == len(lines) and isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+                break  # no newline behind it: the run is writing it just now, or was killed while it did
+            raise ValueError(f"{path}, line {number}: {error}") from None
+    return averages, evaluations
+
+
+def _add(text: bytes, averages: list[Average], evaluations: list[Evaluation]) -> None:
+    line = json.loads(text)
+    kind = line.get("kind") if isinstance(line, dict) else None
+    if kind == "average":
+        averages.append(
+            Average(
+                round=int(_number(line, "round")),
+                step=int(_number(line, "step")),
+                bytes_sent=int(_number(line, "bytes_sent")),
+                lr=_number(line, "lr"),
+                drift=_maybe(line, "drift"),
+            )
+        )
+    elif kind == "evaluation":
+        evaluations.append(
+            Evaluation(
+                epoch=_number(line, "epoch"),
+                step=int(_number(line, "step")),
+                train_loss=_number(line, "train_loss"),
+                test_accuracy=_maybe(line, "test_accuracy"),
+                seconds=_number(line, "seconds"),
+            )
+        )
+    else:
+        raise ValueError(f"kind must be 'average' or 'evaluation', got {kind!r}")
+
+
+def _number(line: dict[str, Any], key: str) -> float:
+    value = line.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{key} must be a number, got {value!r}")
+    return value
+
+
+def _maybe(line: dict[str, Any], key: str) -> float | None:
+    return None if line.get(key) is None else _number(line, key)

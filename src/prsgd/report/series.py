@@ -1,0 +1,161 @@
+"""Runs that differ by their seed only, as one group, and a row of the table for each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from prsgd.report.read import Run
+
+_TELLING = ("model", "workers", "epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "split", "processes")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one label, in order of their seeds."""
+
+    label: str
+    name: str
+    """The label without what all groups share."""
+    runs: tuple[Run, ...]
+
+    @property
+    def counted(self) -> tuple[Run, ...]:
+        """The runs whose numbers stand for the group: those that are finished, or all that began if none is."""
+        finished = tuple(run for run in self.runs if run.finished)
+        return finished or tuple(run for run in self.runs if run.last is not None and not run.diverged)
+
+    @property
+    def finished(self) -> bool:
+        """Is there a run to compare?"""
+        return any(run.finished for run in self.runs)
+
+    @property
+    def state(self) -> str:
+        """What a reader must know before trusting its numbers; empty when all is well."""
+        diverged = sum(run.diverged for run in self.runs)
+        missing = sum(not run.finished for run in self.runs) - diverged
+        several = len(self.runs) > 1
+        words = []
+        if diverged:
+            words.append(f"{diverged} of {len(self.runs)} seeds diverged" if several else "diverged")
+        if missing:
+            epochs = [run.last.epoch if run.last is not None else 0.0 for run in self.runs if not run.finished]
+            planned = self.runs[0].planned_epochs
+            where = f"epoch {max(epochs):.4g}" + ("" if planned is None else f" of {planned:.4g}")
+            words.append(f"{missing} of {len(self.runs)} seeds unfinished" if several else f"unfinished, {where}")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Mean over the seeds, and their standard deviation if there are two or more."""
+
+    mean: float
+    spread: float | None
+    seeds: int
+
+    @property
+    def squared_error(self) -> float:
+        """Of the mean; 0 if unknown."""
+        return 0.0 if self.spread is None else self.spread**2 / self.seeds
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. The accuracy in percent, the drift a squared distance."""
+
+    label: str
+    name: str
+    state: str
+    seeds: int
+    train_loss: Measured | None
+    test_accuracy: Measured | None
+    rounds: float | None
+    megabytes: float | None
+    """Sent by each worker."""
+    share: float | None
+    """Of the bytes that the baseline sent; None while one of the two is unfinished."""
+    drift: float | None
+    seconds: float | None
+
+
+def group(runs: Sequence[Run]) -> list[Group]:
+    """By label, ordered by method, period and overlap. Runs that differ in more than that say so in their labels."""
+    tasks = sorted({str(run.config["task"]) for run in runs})
+    if len(tasks) > 1:
+        raise ValueError(f"runs must be of one task to be compared, got {', '.join(tasks)}")
+    telling = [key for key in _TELLING if len({run.config.get(key) for run in runs}) > 1]
+    found: dict[tuple[object, ...], list[Run]] = {}
+    for run in sorted(runs, key=_order):
+        extra = tuple(run.config.get(key) for key in telling)
+        found.setdefault((run.label, *extra), []).append(run)
+    same_method = len({run.config["method"] for run in runs}) == 1 and all(run.config.get("period") for run in runs)
+    groups = []
+    for (label, *rest), members in found.items():
+        _refuse_twins(members)
+        more = "".join(f", {key.replace('_', ' ')} {value}" for key, value in zip(telling, rest) if value is not None)
+        short = str(label).partition(" ")[2] if same_method else str(label)
+        groups.append(Group(f"{label}{more}", short + more, tuple(members)))
+    return groups
+
+
+def _order(run: Run) -> tuple[str, int, int, int]:
+    config = run.config
+    return str(config["method"]), config.get("period") or 0, config.get("overlap") or 0, config["seed"]
+
+
+def _refuse_twins(runs: Sequence[Run]) -> None:
+    """One run counted twice would make the seeds look more alike than they are."""
+    for one, other in itertools.pairwise(runs):
+        if one.config["seed"] == other.config["seed"]:
+            raise ValueError(f"{one.folder} and {other.folder} are the same run: give one of them")
+
+
+def baseline(groups: Iterable[Group]) -> Group | None:
+    """The finished one that communicated most."""
+    done = [group for group in groups if group.finished]
+    return max(done, key=lambda group: (fmean(run.bytes_sent for run in group.counted), _rounds(group)), default=None)
+
+
+def rows(groups: Sequence[Group]) -> list[Row]:
+    """One for each group."""
+    base = baseline(groups)
+    base_bytes = None if base is None else fmean(run.bytes_sent for run in base.counted)
+    return [_row(group, base_bytes) for group in groups]
+
+
+def _row(group: Group, base_bytes: float | None) -> Row:
+    counted = group.counted
+    lasts = [run.last for run in counted if run.last is not None]
+    drifts = [run.mean_drift for run in counted if run.mean_drift is not None]
+    sent = fmean(run.bytes_sent for run in counted) if counted else None
+    return Row(
+        label=group.label,
+        name=group.name,
+        state=group.state,
+        seeds=len(counted),
+        train_loss=measured([last.train_loss for last in lasts]),
+        test_accuracy=measured([100 * last.test_accuracy for last in lasts if last.test_accuracy is not None]),
+        rounds=_rounds(group) if counted else None,
+        megabytes=None if sent is None else sent / 1e6,
+        share=sent / base_bytes if sent is not None and base_bytes and group.finished else None,
+        drift=fmean(drifts) if drifts else None,
+        seconds=fmean(last.seconds for last in lasts) if lasts else None,
+    )
+
+
+def measured(values: Sequence[float]) -> Measured | None:
+    """
+    >>> measured([1.0, 3.0])
+    Measured(mean=2.0, spread=1.4142135623730951, seeds=2)
+    """
+    if not values:
+        return None
+    return Measured(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
+
+
+def _rounds(group: Group) -> float:
+    return fmean(len(run.averages) for run in group.counted)

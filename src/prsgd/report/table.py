@@ -1,0 +1,96 @@
+"""The numbers as text: for a terminal, and as CSV for everything else."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from prsgd.report.curves import charts
+from prsgd.report.series import Group, Measured, Row, rows
+
+WIDTH = 80
+_HEADS = ("run", "accuracy %", "train loss", "rounds", "MB sent", "share", "drift", "seconds")
+
+
+def text_table(groups: Sequence[Group]) -> str:
+    """One line a group, at most 80 columns wide; a * leads to what is not finished."""
+    found = rows(groups)
+    cells = [[f"{row.name}{' *' if row.state else ''}", *row_cells(row)] for row in found]
+    heads = list(_HEADS)
+    for column in reversed(range(1, len(heads))):
+        if all(line[column] == "" for line in cells):
+            for line in (heads, *cells):
+                del line[column]
+    room = [max(len(line[i]) for line in (heads, *cells)) for i in range(len(heads))]
+    room[0] = max(8, min(room[0], WIDTH - sum(room[1:]) - 2 * (len(room) - 1)))
+    lines = [heads, ["-" * width for width in room], *cells]
+    text = ["  ".join([_fit(line[0], room[0]), *(c.rjust(w) for c, w in zip(line[1:], room[1:]))]) for line in lines]
+    text += [_fit(f"* {row.name}: {row.state}", WIDTH) for row in found if row.state]
+    return "\n".join(line.rstrip() for line in text)
+
+
+def row_cells(row: Row) -> list[str]:
+    """Everything behind the name, as people read it; empty where there is nothing to say."""
+    return [
+        _measured(row.test_accuracy, ".2f"),
+        "" if row.train_loss is None else f"{row.train_loss.mean:.3g}",
+        "" if row.rounds is None else f"{row.rounds:,.0f}",
+        "" if row.megabytes is None else _three(row.megabytes),
+        "" if row.share is None else f"{_three(100 * row.share)} %",
+        "" if row.drift is None else f"{row.drift:.2g}",
+        "" if row.seconds is None else _three(row.seconds),
+    ]
+
+
+def write_csv(groups: Sequence[Group], folder: Path) -> list[Path]:
+    """table.csv, one line a group, and curves.csv, one line a point of a curve."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table, curves = folder / "table.csv", folder / "curves.csv"
+    _write(table, _TABLE_HEADS, (_table_line(row) for row in rows(groups)))
+    lines = (
+        (chart.key, curve.name, x, mean, low, high)
+        for chart in charts(groups)
+        for curve in chart.curves
+        for x, mean, low, high in zip(curve.x, curve.mean, curve.low, curve.high)
+    )
+    _write(curves, ("figure", "run", "x", "mean", "low", "high"), lines)
+    return [table, curves]
+
+
+_TABLE_HEADS = (
+    "run", "state", "seeds", "test_accuracy_percent", "test_accuracy_spread", "train_loss", "train_loss_spread",
+    "rounds", "megabytes_sent_per_worker", "share_of_baseline_bytes", "mean_drift", "train_seconds",
+)  # fmt: skip
+
+
+def _table_line(row: Row) -> list[object]:
+    pairs = [(m.mean, m.spread) if m is not None else (None, None) for m in (row.test_accuracy, row.train_loss)]
+    costs = [row.rounds, row.megabytes, row.share, row.drift, row.seconds]
+    return [row.label, row.state or "finished", row.seeds, *pairs[0], *pairs[1], *costs]
+
+
+def _write(path: Path, heads: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(heads)
+        writer.writerows(lines)
+
+
+def _measured(value: Measured | None, form: str) -> str:
+    if value is None:
+        return ""
+    return f"{value.mean:{form}}" + ("" if value.spread is None else f" ± {value.spread:{form}}")
+
+
+def _three(value: float) -> str:
+    """About three digits, never an exponent.
+
+    >>> _three(1234.5), _three(12.345), _three(0.01234)
+    ('1,234', '12.3', '0.0123')
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _fit(text: str, width: int) -> str:
+    return text.ljust(width) if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,176 @@
+"""A run wherever it is to run: in this process, in several that are started here, or as one of torchrun's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any
+
+from prsgd import experiment, jobs, tasks
+from prsgd.checkpoint import write
+from prsgd.config import Config
+from prsgd.errors import LaunchError
+from prsgd.experiment import Observer, Progress, Stopped, Summary
+from prsgd.launching import launch
+
+STOP = "stop"
+"""A file with this name in a run's folder asks its processes to stop when the epoch ends."""
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check(config: Config) -> None:
+    """See that the data are there and can be dealt out so; a ValueError or DataError otherwise."""
+    experiment.deal(config, tasks.find(config.task).load())
+
+
+def train(
+    config: Config,
+    folder: Path,
+    *,
+    observe: Observer,
+    should_stop: Callable[[], bool],
+    tensorboard: bool = False,
+) -> Summary:
+    """Train ``config`` in ``folder``; raises ``Stopped`` if it was asked to stop."""
+    if config.processes == 1 or under_torchrun():
+        return experiment.run(config, folder, observe=observe, should_stop=should_stop, tensorboard=tensorboard)
+    return _train_in_processes(config, folder, observe, should_stop, tensorboard)
+
+
+def _train_in_processes(
+    config: Config, folder: Path, observe: Observer, should_stop: Callable[[], bool], tensorboard: bool
+) -> Summary:
+    (folder / STOP).unlink(missing_ok=True)
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.2):
+            if should_stop():
+                (folder / STOP).touch()
+                return
+
+    def listen(listener: Listener) -> None:
+        try:
+            with listener.accept() as pipe:
+                while True:
+                    observe(pipe.recv())
+        except (EOFError, OSError):
+            return  # the ranks are gone
+
+    key = os.urandom(32)
+    with tempfile.TemporaryDirectory() as place, Listener(f"{place}/progress", authkey=key) as listener:
+        threading.Thread(target=watch, daemon=True).start()
+        threading.Thread(target=listen, args=(listener,), daemon=True).start()
+        try:
+            outcomes = launch(
+                _rank, processes=config.processes, args=(config, folder, f"{place}/progress", key, tensorboard)
+            )
+        finally:
+            over.set()
+            (folder / STOP).unlink(missing_ok=True)
+    if isinstance(outcomes[0], int):
+        raise Stopped(outcomes[0])
+    return outcomes[0]
+
+
+def _rank(config: Config, folder: Path, address: str, key: bytes, tensorboard: bool) -> Summary | int:
+    """What each process does: its summary, or the step at which it was stopped."""
+    with Client(address, authkey=key) if os.environ["RANK"] == "0" else open(os.devnull) as pipe:
+        observe = getattr(pipe, "send", None)
+        try:
+            return experiment.run(
+                config, folder, observe=observe, should_stop=(folder / STOP).exists, tensorboard=tensorboard
+            )
+        except Stopped as stopped:
+            return stopped.step
+
+
+def compare(
+    configs: Sequence[Config],
+    folder: Path,
+    *,
+    at_once: int,
+    observe: Callable[[int, Progress], None],
+    finished: Callable[[int, Any], None],
+    should_stop: Callable[[], bool],
+    tensorboard: bool = False,
+) -> list[Summary | jobs.Failure | None]:
+    """Train all ``configs``, each in its own folder in ``folder``; what is finished already is not trained again.
+
+    Returns, in order, a Summary, a Failure, or None for a run that was stopped or not begun.
+    """
+    results: list[Summary | jobs.Failure | None] = [_finished(folder / c.folder_name) for c in configs]
+    todo = [i for i, result in enumerate(results) if result is None]
+    for i, result in enumerate(results):
+        if result is not None:
+            finished(i, result)
+
+    def on_message(number: int, message: Progress) -> None:
+        observe(todo[number], message)
+
+    def on_result(number: int, result: Any) -> None:
+        results[todo[number]] = result
+        finished(todo[number], result)
+
+    work = [(configs[i], folder / configs[i].folder_name, tensorboard) for i in todo]
+    jobs.run_all(_job, work, at_once=at_once, on_message=on_message, on_result=on_result, should_stop=should_stop)
+    return results
+
+
+def _job(task: Any, tell: Callable[[Any], None], stopped: Callable[[], bool]) -> Summary | None:
+    config, folder, tensorboard = task
+    if not (folder / "config.json").exists():
+        experiment.prepare(config, folder)
+    try:
+        return train(config, folder, observe=tell, should_stop=stopped, tensorboard=tensorboard)
+    except Stopped:
+        return None
+    except LaunchError as error:
+        raise LaunchError(last_line(error)) from None
+
+
+def _finished(folder: Path) -> Summary | None:
+    """How the run in ``folder`` ended, if it did."""
+    try:
+        return Summary(**json.loads((folder / "summary.json").read_bytes()))
+    except FileNotFoundError:
+        return None
+
+
+def last_line(error: Exception) -> str:
+    """Of a message with a traceback in it, what went wrong."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{lines[0]} {lines[-1]}" if len(lines) > 1 else str(error)
+
+
+def note_failure(folder: Path, trace: str) -> Path:
+    """Keep a traceback for those who want it; returns where."""
+    place = folder / "error.txt"
+    write(place, trace.encode())
+    return place
+
+
+def join_torchrun(config: Config, folder: Path | None) -> tuple[Config, Path | None]:
+    """Join the job: it has a process count of its own, and rank 0's folder is everybody's."""
+    import torch
+
+    import prsgd
+
+    comm = prsgd.init()
+    config = dataclasses.replace(config, processes=comm.num_workers)
+    name = torch.zeros(4096, dtype=torch.uint8)
+    text = os.fsencode(folder) if folder is not None else b""
+    name[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else name[:0]
+    if torch.cuda.is_available():
+        name = name.cuda()
+    shared = bytes(comm.broadcast(name).wait().cpu().tolist()).rstrip(b"\0")
+    return config, Path(os.fsdecode(shared)) if shared else None
