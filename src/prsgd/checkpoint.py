@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ from prsgd.errors import CheckpointError
 FORMAT = 1
 KEEP = 2
 """Checkpoints that are kept: if the newest is damaged, the one before it serves."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """This one cannot be used; the one before it may."""
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=3)
 
 
 class Checkpoints:
@@ -51,16 +60,22 @@ class Checkpoints:
         for old in self._places()[:-KEEP]:
             shutil.rmtree(old, ignore_errors=True)  # another process may be at it too
 
-    def steps(self) -> list[int]:
-        """The steps of those that are whole, oldest first; a damaged one is named in a warning."""
-        found = []
-        for place in self._places():
+    def steps(self, *, on_damage: Callable[[str], None] = _warn) -> list[int]:
+        """The steps of those that are whole, oldest first.
+
+        A damaged one is passed over, which ``on_damage`` is told. One of a newer format, or all of them damaged, is a
+        CheckpointError: to begin anew in silence would throw away what was trained.
+        """
+        found, places = [], self._places()
+        for place in places:
             try:
                 self._check(place)
-            except CheckpointError as error:
-                warnings.warn(f"{error}; it is passed over", UserWarning, stacklevel=2)
+            except DamagedCheckpointError as error:
+                on_damage(f"{error}; it is passed over")
             else:
                 found.append(_step(place))
+        if places and not found:
+            raise CheckpointError(f"no checkpoint in {self._folder} is whole: begin anew with --overwrite")
         return found
 
     def load(self, step: int) -> Any:
@@ -86,19 +101,20 @@ class Checkpoints:
             manifest = json.loads((place / self._manifest).read_bytes())
             version, sums = manifest["format"], manifest["sha256"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{where} has no readable manifest ({error})") from None
+            raise DamagedCheckpointError(f"{where} has no readable manifest ({error})") from None
         if not isinstance(version, int) or version > FORMAT:
             raise CheckpointError(f"{where} has the format {version!r}, this version of prsgd reads up to {FORMAT}")
         expected = {f"rank-{self._rank}.safetensors", f"rank-{self._rank}.json"}
         if not isinstance(sums, dict) or set(sums) != expected:
-            raise CheckpointError(f"{where} lists {sorted(sums)!r}, not {sorted(expected)!r}")
+            names = sorted(sums) if isinstance(sums, dict) else sums
+            raise CheckpointError(f"{where} lists {names!r}, not {sorted(expected)!r}")
         for name in sorted(expected):
             try:
                 found = hashlib.sha256((place / name).read_bytes()).hexdigest()
             except OSError as error:
-                raise CheckpointError(f"{where}: {name} cannot be read ({error.strerror})") from None
+                raise DamagedCheckpointError(f"{where}: {name} cannot be read ({error.strerror})") from None
             if found != sums[name]:
-                raise CheckpointError(f"{where}: {name} is damaged (its SHA-256 is not the manifest's)")
+                raise DamagedCheckpointError(f"{where}: {name} is damaged (its SHA-256 is not the manifest's)")
 
 
 def write(path: Path, content: bytes) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
 from prsgd import experiment, jobs, tasks
-from prsgd.checkpoint import write
+from prsgd.checkpoint import Checkpoints, write
 from prsgd.config import Config
 from prsgd.errors import LaunchError
 from prsgd.experiment import Observer, Progress, Stopped, Summary
@@ -30,6 +32,17 @@ def under_torchrun() -> bool:
 def check(config: Config) -> None:
     """See that the data are there and can be dealt out so; a ValueError or DataError otherwise."""
     experiment.deal(config, tasks.find(config.task).load())
+
+
+def check_checkpoints(config: Config, folder: Path) -> None:
+    """A CheckpointError if the run in ``folder`` cannot be continued."""
+    for rank in range(config.processes):
+        Checkpoints(folder, rank=rank).steps(on_damage=lambda _: None)
+
+
+def plain_warnings() -> None:
+    """One line for a warning, without the place in the code: for programs, not for libraries."""
+    warnings.showwarning = lambda message, *_, **__: print(f"prsgd: warning: {message}", file=sys.stderr)
 
 
 def train(
@@ -84,6 +97,7 @@ def _train_in_processes(
 
 def _rank(config: Config, folder: Path, address: str, key: bytes, tensorboard: bool) -> Summary | int:
     """What each process does: its summary, or the step at which it was stopped."""
+    plain_warnings()
     with Client(address, authkey=key) if os.environ["RANK"] == "0" else open(os.devnull) as pipe:
         observe = getattr(pipe, "send", None)
         try:
@@ -108,7 +122,7 @@ def compare(
 
     Returns, in order, a Summary, a Failure, or None for a run that was stopped or not begun.
     """
-    results: list[Summary | jobs.Failure | None] = [_finished(folder / c.folder_name) for c in configs]
+    results: list[Summary | jobs.Failure | None] = [finished_run(folder / c.folder_name) for c in configs]
     todo = [i for i, result in enumerate(results) if result is None]
     for i, result in enumerate(results):
         if result is not None:
@@ -127,6 +141,7 @@ def compare(
 
 
 def _job(task: Any, tell: Callable[[Any], None], stopped: Callable[[], bool]) -> Summary | None:
+    plain_warnings()
     config, folder, tensorboard = task
     if not (folder / "config.json").exists():
         experiment.prepare(config, folder)
@@ -138,7 +153,7 @@ def _job(task: Any, tell: Callable[[Any], None], stopped: Callable[[], bool]) ->
         raise LaunchError(last_line(error)) from None
 
 
-def _finished(folder: Path) -> Summary | None:
+def finished_run(folder: Path) -> Summary | None:
     """How the run in ``folder`` ended, if it did."""
     try:
         return Summary(**json.loads((folder / "summary.json").read_bytes()))

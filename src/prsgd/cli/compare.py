@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -98,8 +99,12 @@ def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
     else:
         configs = variants(given)
         folder = args.out or new_folder(f"compare-{configs[0].task}")
-    for config in configs:
+    running.plain_warnings()
+    for config in {dataclasses.replace(c, seed=0, method="pr-sgd", period=1, overlap=0): c for c in configs}.values():
         running.check(config)
+    if args.resume is not None:
+        for config in configs:
+            running.check_checkpoints(config, folder / config.folder_name)
     folders.claim(folder, marker="compare.json", resume=args.resume is not None, overwrite=args.overwrite)
     folders.write_comparison(folder, configs)
     return configs, folder, max(1, at_once // max(c.processes for c in configs))

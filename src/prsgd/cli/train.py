@@ -27,12 +27,15 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     with refusing("train"):
         config, folder, begun = _ask(args)
-    from prsgd.cli.display import Display, duration
+    from prsgd.cli.display import Display
     from prsgd.cli.running import STOPPED, failing, interruptible
     from prsgd.experiment import Stopped
-    from prsgd.running import train
+    from prsgd.running import finished_run, train
 
     first = os.environ.get("RANK", "0") == "0"
+    summary = finished_run(folder) if begun else None
+    if summary is not None:
+        return _tell(config, folder, summary, args.json) if first else 0
     if first:
         print(f"{_what(config)}\n{'continuing' if begun else 'in'} {folder}", file=sys.stderr)
     try:
@@ -45,9 +48,13 @@ def run(args: argparse.Namespace) -> int:
         if first:
             print(f"stopped after step {stopped.step}; continue with: prsgd train --resume {folder}", file=sys.stderr)
         return STOPPED
-    if not first:
-        return 0
-    if args.json:
+    return _tell(config, folder, summary, args.json) if first else 0
+
+
+def _tell(config: Config, folder: Path, summary: Summary, as_json: bool) -> int:
+    from prsgd.cli.display import duration
+
+    if as_json:
         print(json.dumps({"folder": str(folder), "config": dataclasses.asdict(config), **dataclasses.asdict(summary)}))
     else:
         print(f"done in {duration(summary.seconds)} of training: {_result(summary)}")
@@ -65,6 +72,7 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
     from prsgd.experiment import prepare
 
     torch.set_num_threads(1)
+    running.plain_warnings()
     given = merged(args, (*RUN, "seed"))
     if args.tensorboard:
         events.check()
@@ -74,6 +82,7 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
         config = folders.read_config(args.resume)
         folders.same(config, given, args.resume)
         folder = args.resume
+        running.check_checkpoints(config, folder)
     else:
         config = Config.from_dict(given).resolve()
         folder = args.out or new_folder(f"{config.task}-{config.folder_name}")

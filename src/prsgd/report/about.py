@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from prsgd.report.curves import follows_recipe
 from prsgd.report.read import Run
 from prsgd.report.series import Group
 
-_OPTIONS = ("task", "model", "method", "workers", "period", "overlap", "epochs", "steps", "batch_size", "lr", "momentum",
-            "weight_decay", "split", "processes")  # fmt: skip
-_USUAL = {"method": "pr-sgd", "overlap": 0, "weight_decay": 0.0, "split": "iid", "processes": 1}
+_OPTIONS = (
+    "task", "model", "method", "workers", "period", "overlap", "epochs", "steps", "batch_size", "lr", "momentum",
+    "weight_decay", "split", "processes",
+)  # fmt: skip
+_VARIED = ("method", "period", "overlap")
+_USUAL = {"method": "pr-sgd", "overlap": "0", "weight_decay": "0.0", "split": "iid", "processes": "1"}
 """What need not be typed. The rest depends on the task, and is typed to be exact."""
 
 
 def title(groups: Sequence[Group]) -> str:
-    """
-    >>> title([])
-    'No runs'
-    """
-    if not groups:
-        return "No runs"
+    """What was trained on what, and what differs."""
     config = groups[0].runs[0].config
     what = f"{config['model']} on {config['task']}"
     if len(groups) == 1:
@@ -41,19 +40,29 @@ def what_was_run(groups: Sequence[Group]) -> list[str]:
         "" if decay in ("", "0", "0.0") else f", weight decay {decay}"
     )
     seeds = sorted({run.config["seed"] for run in runs})
-    lr = f"lr {_values(runs, 'lr')}"
-    recipe = f"{lr}, divided by 10 at 1/2 and 11/12 of the run" if follows_recipe(groups) else f"{lr} at the most"
+    workers = _values(runs, "workers")
     return [
-        f"{_values(runs, 'workers')} workers trained the model {_values(runs, 'model')} on {_values(runs, 'task')} "
-        f"for {length}, each with batches of {_values(runs, 'batch_size')} samples of its own.",
-        f"The optimizer is SGD with {momentum}; {recipe}.",
+        f"{workers} worker{'' if workers == '1' else 's'} trained the model {_values(runs, 'model')} on "
+        f"{_values(runs, 'task')} for {length}, each with batches of {_values(runs, 'batch_size')} samples of its own.",
+        f"The optimizer is SGD with {momentum}; {_recipe(groups)}.",
         split_sentence(_values(runs, "split")),
         _compared(groups),
-        f"Each was run with {len(seeds)} seeds ({', '.join(map(str, seeds))}): a line is their mean, the band around it "
-        "reaches from the lowest to the highest."
+        f"Each was run with {len(seeds)} seeds ({', '.join(map(str, seeds))}): a line is their mean, "
+        "the band around it reaches from the lowest to the highest."
         if len(seeds) > 1
         else f"There is one seed ({seeds[0]}), so the curves have no band.",
     ]
+
+
+def _recipe(groups: Sequence[Group]) -> str:
+    """Runs that are too young to tell are taken to follow it."""
+    runs = [run for group in groups for run in group.runs]
+    own = [g.name for g in groups if any(run.planned_steps is not None and not follows_recipe(run) for run in g.runs)]
+    lr = f"lr {_values(runs, 'lr')}"
+    if len(own) == len(groups):
+        return f"{lr} at the most, set by the method"
+    exception = f" ({', '.join(own)}: set by the method, at most that)" if own else ""
+    return f"{lr}, divided by 10 at 1/2 and 11/12 of the run{exception}"
 
 
 def split_sentence(split: str) -> str:
@@ -64,8 +73,8 @@ def split_sentence(split: str) -> str:
     name, _, alpha = split.partition(":")
     if name == "dirichlet":
         return (
-            f"Each worker keeps a share of its own whose classes are mixed by Dirichlet({alpha}): the smaller the number, "
-            "the fewer classes a worker sees."
+            f"Each worker keeps a share of its own whose classes are mixed by Dirichlet({alpha}): "
+            "the smaller the number, the fewer classes a worker sees."
         )
     known = {
         "pool": "All workers draw from one pool that holds all samples.",
@@ -74,35 +83,47 @@ def split_sentence(split: str) -> str:
     return known.get(split, f"The data are split: {split}.")
 
 
-def commands(groups: Sequence[Group]) -> list[str]:
-    """One line for all periods and seeds of a method, or one a run where the seeds are not 0, 1, 2, ..."""
-    batches: dict[tuple[Any, ...], list[Run]] = {}
-    for group in groups:
-        for run in group.runs:
-            alike = tuple(run.config.get(key) for key in _OPTIONS if key != "period")
+def commands(groups: Sequence[Group]) -> list[list[str]]:
+    """As few as do it, each in parts that stay on one line.
+
+    ``prsgd compare`` runs every method with every period, overlap and seed: one line if the runs are such a product, or
+    one for each method and overlap, or one for each run.
+    """
+    runs = [run for group in groups for run in group.runs]
+    for apart in ((), ("method", "overlap")):
+        batches: dict[tuple[Any, ...], list[Run]] = {}
+        for run in runs:
+            alike = tuple(run.config.get(key) for key in _OPTIONS if key in apart or key not in _VARIED)
             batches.setdefault(alike, []).append(run)
-    return [line for runs in batches.values() for line in _command(runs)]
+        lines = [_compare(batch) for batch in batches.values()]
+        if len(runs) > 1 and all(lines):
+            return lines
+    return [["prsgd train", *_typed(run.config), f"--seed {run.config['seed']}"] for run in runs]
 
 
-def _command(runs: Sequence[Run]) -> list[str]:
-    periods = sorted({run.config["period"] for run in runs if run.config.get("period") is not None})
-    seeds = sorted({run.config["seed"] for run in runs})
-    whole = seeds == list(range(len(seeds))) and len(runs) == len(seeds) * max(1, len(periods))
-    if not whole or len(runs) == 1:
-        return [
-            f"prsgd train {_typed(run.config, run.config.get('period'))} --seed {run.config['seed']}" for run in runs
-        ]
-    several = " ".join(map(str, periods)) or None
-    return [f"prsgd compare {_typed(runs[0].config, several)} --seeds {len(seeds)}"]
+def _compare(runs: Sequence[Run]) -> list[str]:
+    """The line that makes these runs and no others; empty if there is none."""
+    made = [tuple(run.config.get(key) for key in (*_VARIED, "seed")) for run in runs]
+    methods, periods, overlaps, seeds = (list(dict.fromkeys(column)) for column in zip(*made))
+    without = {method for method, period, _, _ in made if period is None}
+    numbers = [period for period in periods if period is not None]
+    wanted = {
+        (method, period, overlap, seed)
+        for method, overlap, seed in product(methods, overlaps, seeds)
+        for period in ([None] if method in without else numbers)
+    }
+    if set(made) != wanted or (len(seeds) == 1 and seeds != [0]):  # one number is how many
+        return []
+    several = {"method": methods, "period": numbers, "overlap": overlaps}
+    words = {key: " ".join(map(str, values)) or None for key, values in several.items()}
+    count = len(seeds) if seeds == list(range(len(seeds))) else " ".join(map(str, seeds))
+    return ["prsgd compare", *_typed({**runs[0].config, **words}), f"--seeds {count}"]
 
 
-def _typed(config: dict[str, Any], period: object) -> str:
-    given = {**{key: config.get(key) for key in _OPTIONS}, "period": period}
-    return " ".join(
-        f"--{key.replace('_', '-')} {value}"
-        for key, value in given.items()
-        if value is not None and value != _USUAL.get(key)
-    )
+def _typed(config: dict[str, Any]) -> list[str]:
+    given = {key: config.get(key) for key in _OPTIONS}
+    shown = {key: value for key, value in given.items() if value is not None and str(value) != _USUAL.get(key)}
+    return [f"--{key.replace('_', '-')} {value}" for key, value in shown.items()]
 
 
 def environments(groups: Sequence[Group]) -> dict[str, str]:
@@ -120,11 +141,11 @@ def _compared(groups: Sequence[Group]) -> str:
     if len(groups) == 1:
         return f"The method is {groups[0].label}."
     names = [group.name for group in groups]
-    if all(name.startswith("period ") for name in names):
-        numbers = ", ".join(name.removeprefix("period ") for name in names)
+    if all(name.removeprefix("period ").isdigit() for name in names):
+        *numbers, last = (name.removeprefix("period ") for name in names)
         return (
-            f"The runs differ in how often the workers average their models: every {numbers} steps. "
-            f"Everything else is the same."
+            "The runs differ in how often the workers average their models: "
+            f"every {', '.join(numbers)} or {last} steps. Everything else is the same."
         )
     return f"The runs differ in when and how the workers average their models: {'; '.join(names)}."
 

@@ -49,7 +49,8 @@ class Chart:
 def charts(groups: Sequence[Group]) -> list[Chart]:
     """The figures that these runs have values for."""
     config = groups[0].runs[0].config
-    what = f"{config['model']} on {config['task']}, {config['workers']} workers"
+    model = f"{config['model']} on {config['task']}"
+    what = f"{model}, {config['workers']} workers"
     marks = lr_drops(groups)
     accuracy = _curves(groups, _accuracy_points)
     found = [
@@ -57,31 +58,34 @@ def charts(groups: Sequence[Group]) -> list[Chart]:
               _curves(groups, _loss_points, above_zero=True)),
         Chart("test-accuracy", f"Test accuracy of {what}", "epoch", "test accuracy (%)", False, False,
               _floor(accuracy), marks, accuracy),
-        Chart("loss-against-bytes", f"Training loss against bytes sent, {what}", "MB sent per worker", "training loss",
+        Chart("loss-against-bytes", f"Loss of {model} against bytes sent", "MB sent per worker", "training loss",
               True, True, None, (), _curves(groups, _byte_points, above_zero=True)),
         Chart("drift", f"Drift of {what}", "epoch", "drift", False, True, None, marks, _drift_curves(groups)),
     ]  # fmt: skip
     return [chart for chart in found if chart.curves]
 
 
-def follows_recipe(groups: Sequence[Group]) -> bool:
-    """Was the lr the given one, a tenth or a hundredth of it, throughout? Some methods set their own."""
-    allowed = (1.0, 0.1, 0.01)
+def follows_recipe(run: Run) -> bool:
+    """Was the lr the given one, divided by 10 at each of ``LR_DROPS``? Some methods set their own.
+
+    The steps next to a drop are not asked: an average may land with the lr of either side.
+    """
+    length, lr = run.planned_steps, run.config.get("lr")
+    if length is None or lr is None:
+        return False
+    drops = [fraction * length for fraction in LR_DROPS]
     return all(
-        any(math.isclose(average.lr, run.config["lr"] * factor, rel_tol=1e-6) for factor in allowed)
-        for group in groups
-        for run in group.runs
+        math.isclose(average.lr, lr / 10 ** sum(average.step > drop for drop in drops), rel_tol=1e-6)
         for average in run.averages
+        if all(abs(average.step - drop) > 2 for drop in drops)
     )
 
 
 def lr_drops(groups: Sequence[Group]) -> tuple[float, ...]:
-    """The epochs at which the lr falls; none if the runs do not agree on them."""
-    lengths = {run.planned_epochs for group in groups for run in group.runs}
+    """The epochs at which the lr falls; none if the runs that follow the recipe do not agree on them."""
+    lengths = {run.planned_epochs for group in groups for run in group.runs if follows_recipe(run)}
     length = lengths.pop() if len(lengths) == 1 else None
-    if length is None or not follows_recipe(groups):
-        return ()
-    return tuple(length * fraction for fraction in LR_DROPS)
+    return () if length is None else tuple(length * fraction for fraction in LR_DROPS)
 
 
 Points = dict[int, tuple[float, float]]
@@ -154,6 +158,8 @@ def _curve(group: Group, style: int, seeds: Sequence[Points], above_zero: bool) 
 def _floor(curves: Sequence[Curve]) -> float | None:
     """Below what is seen after a tenth of the run: the first steps would squeeze the rest into a line."""
     length = max((curve.x[-1] for curve in curves), default=0.0)
+    if sum(x >= length / 10 for curve in curves[:1] for x in curve.x) < 6:
+        return None
     late = [low for curve in curves for x, low in zip(curve.x, curve.low) if x >= length / 10]
     top = max((high for curve in curves for high in curve.high), default=0.0)
     return max(0.0, min(late) - 0.08 * (top - min(late)) - 0.1) if late else None

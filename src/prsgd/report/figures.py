@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prsgd.report.curves import Chart, Curve, charts
 from prsgd.report.series import Group
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 Split = tuple[tuple[int, ...], ...]
@@ -20,15 +22,16 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5
 """Okabe and Ito's, which colour-blind readers can tell apart; without the yellow, which paper swallows."""
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.8), (1.4, 1.4), (6, 1.6, 1.4, 1.6), (3, 1.4))
 _MARKERS = "os^Dv"
-_SIZE_INCHES = (3.5, 2.6)
-_STYLE = {
+_WIDTH_INCHES = 3.5
+_STYLE: dict[str, Any] = {
+    "axes.axisbelow": True,
     "axes.grid": True,
     "axes.labelsize": 8,
     "axes.linewidth": 0.6,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
-    "axes.titlesize": 8,
+    "axes.titlesize": 7.5,
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 8,
@@ -49,12 +52,12 @@ def draw(groups: Sequence[Group], folder: Path) -> list[Path]:
 
     The same numbers give the same bytes: a figure under version control changes only when they do.
     """
-    import matplotlib as mpl
+    from matplotlib import style
 
     place = folder / "figures"
     place.mkdir(parents=True, exist_ok=True)
     paths = []
-    with mpl.rc_context({**mpl.rcParamsDefault, **_STYLE, "backend": mpl.get_backend()}):
+    with style.context(["default", _STYLE]):  # whatever the user's matplotlibrc says
         made = [(chart.key, _chart(chart)) for chart in charts(groups)]
         split = first_split(groups)
         if split is not None:
@@ -93,42 +96,53 @@ def is_light(colour: str) -> bool:
     return 0.299 * red + 0.587 * green + 0.114 * blue > 140
 
 
-def _new(title: str) -> tuple[Figure, Axes]:
+def _new(title: str, height_inches: float) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure  # not pyplot: nothing to show, nothing to close
 
-    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(textwrap.fill(title, 46))
+    axes.set_title(textwrap.fill(title, 49), pad=11)
     return figure, axes
 
 
 def _chart(chart: Chart) -> Figure:
-    figure, axes = _new(chart.title)
+    longest = max(len(curve.name) for curve in chart.curves)
+    columns = max(1, min(len(chart.curves), 62 // (longest + 7)))
+    figure, axes = _new(chart.title, 2.3 + 0.15 * math.ceil(len(chart.curves) / columns))
     right = max(curve.x[-1] for curve in chart.curves)
     for mark in chart.marks:
         if mark < right:
             axes.axvline(mark, color="#999999", linewidth=0.6, linestyle=(0, (2, 2)), zorder=1)
-            place = axes.get_xaxis_transform()
-            axes.text(
-                mark, 1.0, " lr / 10", transform=place, fontsize=6, color="#777777", ha="right", va="top", rotation=90
-            )
+            above = axes.get_xaxis_transform()
+            axes.text(mark, 1.01, "lr / 10", transform=above, fontsize=6, color="#777777", ha="center", va="bottom")
     for curve in chart.curves:
         _curve(axes, curve)
     if chart.log_x:
         axes.set_xscale("log")
+        _log_ticks(axes.xaxis, *axes.get_xlim())
     elif right > 0:
         axes.set_xlim(0, 1.01 * right)
     if chart.log_y:
         axes.set_yscale("log")
+        _log_ticks(axes.yaxis, *axes.get_ylim())
     if chart.floor is not None:
         top = max(max(curve.high) for curve in chart.curves)
         axes.set_ylim(chart.floor, top + 0.06 * (top - chart.floor))
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
-    longest = max(len(curve.name) for curve in chart.curves)
-    columns = max(1, min(len(chart.curves), 54 // (longest + 7)))
     figure.legend(loc="outside lower center", ncols=columns, handlelength=2.4, columnspacing=1.2, borderaxespad=0.2)
     return figure
+
+
+def _log_ticks(axis: Axis, low: float, high: float) -> None:
+    """Numbers that people read where the axis spans less than a few powers of ten, and none between the ticks."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    decades = math.log10(high / low)
+    axis.set_minor_formatter(NullFormatter())
+    if decades < 2:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if decades > 0.8 else MaxNLocator(4))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _curve(axes: Axes, curve: Curve) -> None:
@@ -150,22 +164,22 @@ def _curve(axes: Axes, curve: Curve) -> None:
 
 
 def _bars(split: Split) -> Figure:
-    figure, axes = _new("Who saw which classes in the first epoch")
     workers, classes = len(split), len(split[0])
+    figure, axes = _new("Who saw which classes in the first epoch", min(6.0, 0.8 + 0.2 * max(workers, 8)))
     most = max(map(sum, split)) or 1
     offsets = [0] * workers
     for label, colour in enumerate(class_colours(classes)):
         counts = [row[label] for row in split]
         axes.barh(range(workers), counts, left=offsets, color=colour, height=0.8, edgecolor="white", linewidth=0.4)
         for worker, count in enumerate(counts):
-            if count > 0.035 * most and workers <= 16:
+            if count > 0.035 * most and workers <= 26:
                 ink = "black" if is_light(colour) else "white"
                 middle = offsets[worker] + count / 2
                 axes.text(middle, worker, str(label), color=ink, fontsize=6, ha="center", va="center")
             offsets[worker] += count
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_yticks(range(0, workers, max(1, workers // 8)))
+    axes.set_yticks(range(0, workers, max(1, workers // 16)))
     axes.set_xlabel("samples (the number in a bar is the class)")
     axes.set_ylabel("worker")
     return figure

@@ -26,11 +26,13 @@ _CAPTIONS = {
     ),
     "test-accuracy": (
         "Test accuracy against epochs",
-        "As Figure 4 of the paper. How many images that were not trained on the consensus gets right; higher is better.",
+        "As Figure 4 of the paper. The share of the test samples, which nobody trained on, that the consensus gets "
+        "right; higher is better.",
     ),
     "loss-against-bytes": (
         "Training loss against bytes sent",
-        "The same losses, against what each worker had sent by then. Further left is cheaper; both axes are logarithmic.",
+        "The same losses, against what each worker had sent by then. Further left is cheaper; both axes are "
+        "logarithmic.",
     ),
     "drift": (
         "Drift over time",
@@ -43,12 +45,11 @@ _CAPTIONS = {
 def write(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Make report.html in the folder ``out``, with figures/, table.csv and curves.csv beside it; returns its path.
 
-    ``folders`` are runs or comparisons; ``out`` is the folder itself if there is one.
+    ``folders`` are runs or comparisons; ``out`` is the first of them unless it is given.
     """
-    if out is None:
-        if len(folders) != 1:
-            raise ValueError(f"out must be given unless there is one folder to report on, got {len(folders)} folders")
-        out = folders[0]
+    if not folders:
+        raise ValueError("folders must name at least one run or comparison, got none")
+    out = folders[0] if out is None else out
     groups = group(read(folders))
     draw(groups, out)
     write_csv(groups, out)
@@ -63,6 +64,7 @@ def _render(groups: Sequence[Group], out: Path) -> str:
 
     found = charts(groups)
     split = first_split(groups)
+    table = rows(groups)
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return template.from_string(_part("page.html.j2")).render(
         title=about.title(groups),
@@ -72,15 +74,12 @@ def _render(groups: Sequence[Group], out: Path) -> str:
         charts=[_figure(chart, out) for chart in found],
         split=None if split is None else _static("split", out),
         split_sentence=about.split_sentence(str(groups[0].runs[0].config.get("split", "iid"))),
-        split_seed=groups[0].runs[0].config["seed"],
-        rows=[
-            {"name": row.name, "state": row.state, "seeds": row.seeds, "cells": row_cells(row)} for row in rows(groups)
-        ],
-        has_accuracy=any(row.test_accuracy is not None for row in rows(groups)),
+        rows=[(row, row_cells(row)) for row in table],
+        has_accuracy=any(row.test_accuracy is not None for row in table),
         commands=about.commands(groups),
         environment=about.environments(groups),
         css=Markup(_part("page.css")),
-        js=Markup(_part("page.js")),
+        js=Markup(_part("axes.js") + _part("page.js")),
         data=Markup(_embedded(_data(groups, found))),
     )
 

@@ -77,12 +77,20 @@ class Run:
         return last.step / last.epoch if last is not None and last.epoch > 0 else None
 
     @property
+    def planned_steps(self) -> float | None:
+        """How long the run is to be; None if that is given in epochs and none is over yet."""
+        if self.config.get("steps") is not None:
+            return float(self.config["steps"])
+        epochs, per_epoch = self.config.get("epochs"), self.steps_per_epoch
+        return None if epochs is None or per_epoch is None else epochs * per_epoch
+
+    @property
     def planned_epochs(self) -> float | None:
-        """How long the run is to be; None if that is given in steps and no epoch is over yet."""
+        """The same in epochs."""
         if self.config.get("epochs") is not None:
             return float(self.config["epochs"])
-        per_epoch = self.steps_per_epoch
-        return None if per_epoch is None or self.config.get("steps") is None else self.config["steps"] / per_epoch
+        steps, per_epoch = self.config.get("steps"), self.steps_per_epoch
+        return None if steps is None or per_epoch is None else steps / per_epoch
 
     @cached_property
     def bytes_sent(self) -> int:

@@ -34,11 +34,11 @@ def row_cells(row: Row) -> list[str]:
     """Everything behind the name, as people read it; empty where there is nothing to say."""
     return [
         _measured(row.test_accuracy, ".2f"),
-        "" if row.train_loss is None else f"{row.train_loss.mean:.3g}",
+        "" if row.train_loss is None else _three(row.train_loss.mean),
         "" if row.rounds is None else f"{row.rounds:,.0f}",
         "" if row.megabytes is None else _three(row.megabytes),
         "" if row.share is None else f"{_three(100 * row.share)} %",
-        "" if row.drift is None else f"{row.drift:.2g}",
+        "" if row.drift is None else _three(row.drift),
         "" if row.seconds is None else _three(row.seconds),
     ]
 
@@ -84,12 +84,12 @@ def _measured(value: Measured | None, form: str) -> str:
 
 
 def _three(value: float) -> str:
-    """About three digits, never an exponent.
+    """About three digits.
 
-    >>> _three(1234.5), _three(12.345), _three(0.01234)
-    ('1,234', '12.3', '0.0123')
+    >>> _three(1234.5), _three(12.345), _three(0.01234), _three(1.234e-6)
+    ('1,234', '12.3', '0.0123', '1.23e-06')
     """
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
 def _fit(text: str, width: int) -> str:

@@ -21,16 +21,16 @@ def verdict(groups: Sequence[Group]) -> str:
     whichever is larger. Runs that are not finished are left out, and named.
     """
     base = baseline(groups)
-    left_out = _left_out(groups)
     if base is None:
-        return _so_far(groups)
+        return "No run is finished yet, so there is nothing to conclude."
+    left_out = _left_out(groups)
     found = {id(group): _Found.of(row) for group, row in zip(groups, rows(groups)) if group.finished}
     first = found.pop(id(base))
     if not found:
         return f"{_capital(first.name)} reached {first.quality} in {_rounds(first.rounds)}.{left_out}"
     others = list(found.values())
-    text = " ".join(_compare(first, others))
-    return f"{text}{_one_seed(first, others)}{left_out}"
+    text = " ".join(_compare(first, others)).removesuffix(".")
+    return f"{text}{_one_seed(first, others)}.{left_out}"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Found:
 
     @property
     def value(self) -> str:
-        return f"{self.score.mean:.1f} %" if self.by_accuracy else f"{-self.score.mean:.4g}"
+        return f"{self.score.mean:.1f} %" if self.by_accuracy else f"{-self.score.mean:.3g}"
 
     @property
     def quality(self) -> str:
@@ -119,7 +119,7 @@ def _cost(other: _Found, base: _Found) -> str:
     if not base.megabytes:
         return rounds
     share = 100 * other.megabytes / base.megabytes
-    return f"{rounds} and {'as many bytes' if share >= 99.5 else f'{share:.2g} % of the bytes'}"
+    return f"{rounds} and {'as many bytes' if share >= 99.5 else f'{share:.3g} % of the bytes'}"
 
 
 def _one_seed(base: _Found, others: Sequence[_Found]) -> str:
@@ -132,11 +132,6 @@ def _one_seed(base: _Found, others: Sequence[_Found]) -> str:
 def _left_out(groups: Sequence[Group]) -> str:
     names = [f"{group.name} ({group.state})" for group in groups if not group.finished]
     return f" Not counted: {'; '.join(names)}." if names else ""
-
-
-def _so_far(groups: Sequence[Group]) -> str:
-    states = "; ".join(f"{group.name}: {group.state}" for group in groups)
-    return f"No run is finished yet, so there is nothing to conclude. {_capital(states)}."
 
 
 def _rounds(count: float) -> str:

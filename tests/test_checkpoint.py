@@ -1,0 +1,126 @@
+"""Checkpoints: what comes back is what was saved, and what is damaged is said."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prsgd.checkpoint import KEEP, Checkpoints, fingerprint, write
+from prsgd.errors import CheckpointError
+
+STATE: dict[str, Any] = {
+    "step": 7,
+    "lr": 0.1 + 0.2,
+    "inf": math.inf,
+    "none": None,
+    "flag": True,
+    "state": {0: {"momentum_buffer": torch.randn(3, 4).t()}, 1: {"momentum_buffer": None}},
+    "list": [1, [torch.tensor(5), "tensor"], {"tensor": "a text", "items": []}],
+    "bytes": torch.arange(5, dtype=torch.uint8),
+    "empty": torch.zeros(0, 3, dtype=torch.float64),
+}
+
+
+def alike(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(alike(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return isinstance(b, list) and len(a) == len(b) and all(map(alike, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def test_what_comes_back_is_what_was_saved(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(7, STATE)
+    assert checkpoints.steps() == [7]
+    assert alike(checkpoints.load(7), STATE)
+
+
+def test_what_is_not_plain_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="plain values and tensors, got set"):
+        Checkpoints(tmp_path).save(1, {"a": {1, 2}})
+
+
+def test_the_last_ones_are_kept_for_each_rank(tmp_path: Path) -> None:
+    ranks = [Checkpoints(tmp_path, rank=r) for r in range(2)]
+    for step in range(10, 15):
+        for checkpoints in ranks:
+            checkpoints.save(step, {"step": step})
+    assert [c.steps() for c in ranks] == [list(range(15 - KEEP, 15))] * 2
+    assert ranks[1].load(14) == {"step": 14}
+
+
+def damage(path: Path, kind: str) -> None:
+    place = path / "checkpoints" / "step-00000002"
+    if kind == "bit":
+        content = bytearray((place / "rank-0.safetensors").read_bytes())
+        content[-1] ^= 1
+        (place / "rank-0.safetensors").write_bytes(content)
+    elif kind == "truncated":
+        (place / "rank-0.json").write_bytes((place / "rank-0.json").read_bytes()[:-2])
+    elif kind == "missing":
+        (place / "rank-0.json").unlink()
+    elif kind == "manifest":
+        (place / "manifest-0.json").write_text("{")
+    elif kind == "unfinished":
+        (place / "manifest-0.json").unlink()
+
+
+@pytest.mark.parametrize("kind", ["bit", "truncated", "missing", "manifest"])
+def test_a_damaged_one_is_named_and_the_previous_used(tmp_path: Path, kind: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, {"x": torch.ones(3) * step})
+    damage(tmp_path, kind)
+    with pytest.warns(UserWarning, match="step-00000002.*it is passed over"):
+        assert checkpoints.steps() == [1]
+    (tmp_path / "checkpoints" / "step-00000001" / "rank-0.json").write_text("x")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+        checkpoints.steps(on_damage=lambda _: None)
+
+
+def test_an_unfinished_one_is_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, {})
+    damage(tmp_path, "unfinished")
+    assert checkpoints.steps() == [1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "has the format 2, this version of prsgd reads up to 1"),
+        ({"sha256": {"../../etc/passwd": "0"}}, r"lists \['../../etc/passwd'\], not "),
+        ({"sha256": None}, "lists None, not "),
+    ],
+)
+def test_manifests_of_another_kind_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, {})
+    path = tmp_path / "checkpoints" / "step-00000003" / "manifest-0.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.steps()
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    write(tmp_path / "a", b"one")
+    with pytest.raises(TypeError):
+        write(tmp_path / "a", "not bytes")  # type: ignore[arg-type]
+    assert (tmp_path / "a").read_bytes() == b"one"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_fingerprints_see_the_last_bit() -> None:
+    x = torch.ones(3)
+    y = x.clone()
+    y[1] = torch.nextafter(y[1], torch.tensor(2.0))
+    assert fingerprint([x, torch.tensor(1)]) == fingerprint([x.clone(), torch.tensor(1)]) != fingerprint([y])

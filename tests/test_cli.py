@@ -1,0 +1,305 @@
+"""The command line as a user types it: real processes, exit codes, one-line errors, folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prsgd.cli import main
+from prsgd.cli.compare import variants
+
+QUICK = ["--workers", "4", "--epochs", "2"]
+
+
+def prsgd(*args: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "prsgd", *args]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False, env=environment(), **options
+    )
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from prsgd.cli import main\ntry: main(['-h'])\nexcept SystemExit: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("False\n")
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    for command in ("compare", "train", "report", "data"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["trian"], "prsgd: error: unknown command 'trian': did you mean 'train'?"),
+        (["train", "--perod", "3"], "unknown argument '--perod': did you mean '--period'?"),
+        (["train", "--workers", "x"], "argument --workers: invalid int value: 'x'"),
+        (["train", "--workers", "0"], "workers must be a whole number >= 1, got 0"),
+        (["train", "--workers", "2000"], "workers must be at most the 1437 samples, got 2000"),
+        (["train", "--batch-size", "999"], "batch_size must be at most 179"),
+        (["train", "--lr", "nan"], "lr must be a finite number > 0, got nan"),
+        (["train", "--lr", "0"], "lr must be"),
+        (["train", "--momentum", "1"], "momentum must be in [0, 1), got 1.0"),
+        (["train", "--task", "digit"], "did you mean 'digits'?"),
+        (["train", "--method", "pr-sdg"], "did you mean 'pr-sgd'?"),
+        (["train", "--config", "none.toml"], "none.toml: No such file or directory"),
+        (["train", "--resume", "none"], "none holds no run: it has no config.json"),
+        (["train", "--out", "/proc/nothing"], "out cannot be written: /proc/nothing"),
+        (["compare", "--resume", "none"], "none holds no comparison: it has no compare.json"),
+        (["compare", "--seeds", "0"], "seeds must be how many"),
+        (["compare", "--jobs", "0"], "jobs must be a whole number >= 1, got 0"),
+        (["report", "none"], "none"),
+        (["data", "get", "cifar"], "did you mean 'cifar10'?"),
+        (["data", "get", "cifar10", "--from", "none.tgz"], "none.tgz does not exist"),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_line_and_exit_2(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(args)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    lines = [line for line in said.splitlines() if not line.startswith("fetching")]
+    assert len(lines) == 1
+    assert message in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_toml_and_options(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('task = "digits"\nworkers = 4\nepochs = 9\nbatch-size = 16\n')
+    done = prsgd("train", "--config", "run.toml", "--epochs", "1", "--out", "a", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["config"]["workers"], found["config"]["batch_size"], found["config"]["epochs"]) == (4, 16, 1)
+    assert found["test_accuracy"] == summary(tmp_path / "a")["test_accuracy"]
+    (tmp_path / "bad.toml").write_text("wrkers = 4\n")
+    done = prsgd("train", "--config", "bad.toml", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "prsgd train: error: bad.toml: unknown key 'wrkers': did you mean 'workers'?\n",
+    )
+    (tmp_path / "bad.toml").write_text("workers = [\n")
+    assert prsgd("train", "--config", "bad.toml", cwd=tmp_path).returncode == 2
+
+
+def test_folders_are_not_overwritten(tmp_path: Path) -> None:
+    assert prsgd("train", *QUICK, "--out", "a", cwd=tmp_path).returncode == 0
+    first = summary(tmp_path / "a")
+    again = prsgd("train", *QUICK, "--out", "a", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "a holds another run: continue it with --resume, or replace it with --overwrite" in again.stderr
+    assert prsgd("train", *QUICK, "--out", "a", "--overwrite", "--seed", "1", cwd=tmp_path).returncode == 0
+    assert summary(tmp_path / "a")["weights_sha256"] != first["weights_sha256"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    refused = prsgd("train", *QUICK, "--out", "mine", "--overwrite", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "holds 'thesis.txt' and is no run of ours" in refused.stderr
+    other = prsgd("train", "--resume", "a", "--workers", "8", cwd=tmp_path)
+    assert (other.returncode, "a has workers 4, got 8" in other.stderr) == (2, True)
+    done = prsgd("train", "--resume", "a", cwd=tmp_path)
+    assert (done.returncode, "done in" in done.stdout) == (0, True)  # it was over already
+
+
+@contextmanager
+def started(*args: str, cwd: Path, until: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that runs on, once it has made a file like ``until``; ended in any case."""
+    command = [sys.executable, "-m", "prsgd", *args]
+    with subprocess.Popen(
+        command, cwd=cwd, env=environment(), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            limit = time.monotonic() + 60
+            while not list(cwd.glob(until)):
+                assert process.poll() is None, process.communicate()[1]
+                assert time.monotonic() < limit, f"no {until} in time"
+                time.sleep(0.02)
+            yield process
+        finally:
+            process.kill()
+
+
+def told_to_stop(process: subprocess.Popen[str]) -> str:
+    """What it says when it gets Ctrl-C."""
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    return said
+
+
+def children_of(process: subprocess.Popen[str]) -> list[Path]:
+    found = [Path("/proc") / n for n in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    assert found
+    return found
+
+
+LONG = ["--workers", "8", "--epochs", "30", "--overlap", "2"]
+
+
+@pytest.mark.timeout(300)
+def test_killed_at_any_moment_and_resumed(tmp_path: Path) -> None:
+    """The 20 times of the issue are ``bench/kills.py``; here it is a few."""
+    assert prsgd("train", *LONG, "--out", "whole", cwd=tmp_path).returncode == 0
+    for turn in range(3):
+        folder = f"killed{turn}"
+        with started("train", *LONG, "--out", folder, cwd=tmp_path, until=f"{folder}/checkpoints/step-*"):
+            time.sleep(random.Random(turn).uniform(0, 1))
+        done = prsgd("train", "--resume", folder, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert summary(tmp_path / folder)["weights_sha256"] == summary(tmp_path / "whole")["weights_sha256"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_ctrl_c_stops_with_a_checkpoint(tmp_path: Path, processes: str) -> None:
+    more = ["--workers", "8", "--epochs", "400", "--processes", processes, "--out", "a"]
+    with started("train", *more, cwd=tmp_path, until="a/checkpoints/step-*/manifest-0.json") as process:
+        said = told_to_stop(process)
+    assert "continue with: prsgd train --resume a" in said
+    step = int(said.split("stopped after step ")[1].split(";")[0])
+    assert (tmp_path / "a" / "checkpoints" / f"step-{step:08d}" / "manifest-0.json").exists()
+
+
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
+    """The limit on a file's size makes a write fail in the middle of a run, as a full disk does."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    args = ["train", "--workers", "2", "--period", "1", "--epochs", "20", "--out", "a"]
+    done = prsgd(*args, cwd=tmp_path, preexec_fn=limit)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("prsgd train: error:")
+    assert "File too large" in last
+    assert last.endswith("continue with --resume a")
+    assert "Traceback" not in done.stderr
+    assert prsgd("train", "--resume", "a", cwd=tmp_path).returncode == 0
+    assert prsgd(*args[:-1], "b", cwd=tmp_path).returncode == 0
+    assert summary(tmp_path / "a")["weights_sha256"] == summary(tmp_path / "b")["weights_sha256"]
+
+
+def test_a_damaged_checkpoint_is_named_and_a_newer_one_refused(tmp_path: Path) -> None:
+    assert prsgd("train", *QUICK[:2], "--epochs", "4", "--out", "a", cwd=tmp_path).returncode == 0
+    whole = summary(tmp_path / "a")["weights_sha256"]
+    (tmp_path / "a" / "summary.json").unlink()
+    newest = sorted((tmp_path / "a" / "checkpoints").iterdir())[-1]
+    (newest / "rank-0.safetensors").write_bytes(b"")
+    done = prsgd("train", "--resume", "a", cwd=tmp_path)
+    assert done.returncode == 0
+    assert f"prsgd: warning: checkpoint a/checkpoints/{newest.name}: rank-0.safetensors is damaged" in done.stderr
+    assert summary(tmp_path / "a")["weights_sha256"] == whole
+    (tmp_path / "a" / "summary.json").unlink()
+    (newest / "manifest-0.json").write_text('{"format": 99, "sha256": {}}')
+    done = prsgd("train", "--resume", "a", cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "has the format 99" in done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_is_processes(tmp_path: Path) -> None:
+    torchrun = Path(sys.executable).with_name("torchrun")
+    command = [str(torchrun), "--nproc-per-node", "2", "-m", "prsgd", "train", *QUICK]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    [folder] = (tmp_path / "runs").iterdir()
+    assert prsgd("train", *QUICK, "--processes", "2", "--out", "a", cwd=tmp_path).returncode == 0
+    assert summary(folder)["weights_sha256"] == summary(tmp_path / "a")["weights_sha256"]
+
+
+@pytest.mark.timeout(300)
+def test_compare_ends_with_table_verdict_and_report_and_goes_on(tmp_path: Path) -> None:
+    args = ["compare", "--workers", "4", "--epochs", "3", "--period", "1", "8", "--seeds", "2"]
+    done = prsgd(*args, "--out", "c", "--tensorboard", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "report: c/report.html" in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines() if not line.startswith("Period"))
+    assert (tmp_path / "c" / "report.html").stat().st_size > 10_000
+    runs = sorted(p.parent.name for p in (tmp_path / "c").glob("*/summary.json"))
+    assert runs == [f"pr-sgd-period-{p}-seed-{s}" for p in (1, 8) for s in (0, 1)]
+    assert list((tmp_path / "c" / runs[0] / "tensorboard").glob("events.*"))
+    assert prsgd(*args, "--out", "c", cwd=tmp_path).returncode == 2
+    before = summary(tmp_path / "c" / runs[0])
+    (tmp_path / "c" / runs[0] / "summary.json").unlink()
+    again = prsgd("compare", "--resume", "c", "--json", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    found = json.loads(again.stdout)
+    assert len(found["runs"]) == 4
+    assert summary(tmp_path / "c" / runs[0])["weights_sha256"] == before["weights_sha256"]
+    assert found["verdict"]
+
+
+MANY = ["--epochs", "400", "--period", "1", "8", "--seeds", "1", "--jobs", "2", "--out", "c"]
+
+
+@pytest.mark.timeout(300)
+def test_ctrl_c_stops_a_comparison_and_no_process_is_left(tmp_path: Path) -> None:
+    with started("compare", *MANY, cwd=tmp_path, until="c/*/checkpoints/step-*") as process:
+        children = children_of(process)
+        assert "continue with: prsgd compare --resume c" in told_to_stop(process)
+    assert not any(child.exists() for child in children)
+
+
+@pytest.mark.timeout(300)
+def test_a_comparison_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    with started("compare", *MANY, cwd=tmp_path, until="c/*/checkpoints/step-*") as process:
+        children = children_of(process)
+        process.kill()
+        process.communicate(timeout=30)
+    limit = time.monotonic() + 20
+    while any(child.exists() for child in children):
+        assert time.monotonic() < limit, "processes are left"
+        time.sleep(0.1)
+
+
+def test_one_run_that_fails_does_not_spoil_the_others(tmp_path: Path) -> None:
+    args = ["--workers", "2", "--epochs", "1", "--period", "1", "4", "--seeds", "1", "--out", "c"]
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "compare.json").write_text("{}")
+    (tmp_path / "c" / "pr-sgd-period-4-seed-0").write_text("in the way")
+    done = prsgd("compare", *args, "--overwrite", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "pr-sgd period 4, seed 0: failed" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("prsgd compare: error: 1 run failed")
+    assert "report: c/report.html" in done.stdout
+
+
+def test_variants() -> None:
+    assert [(c.period, c.seed) for c in variants({})] == [(p, s) for s in (0, 1, 2) for p in (1, 4, 8, 16, 32)]
+    found = variants({"method": ["minibatch-sgd", "pr-sgd", "one-shot"], "period": [4, 8], "seeds": [7, 9]})
+    assert [c.label for c in found if c.seed == 7] == [
+        "minibatch-sgd",
+        "pr-sgd period 4",
+        "pr-sgd period 8",
+        "one-shot",
+    ]
+    assert [c.seed for c in variants({"period": [4], "seeds": [5, 6]})] == [5, 6]
+    with pytest.raises(ValueError, match="workers takes one value"):
+        variants({"workers": [2, 3]})

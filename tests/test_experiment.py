@@ -1,0 +1,208 @@
+"""One run: the same wherever it runs, stopped and continued to the last bit, and honest in what it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import prsgd
+from prsgd import experiment, running
+from prsgd.config import Config, lr_at
+from prsgd.data import Shards
+from prsgd.tasks import digits
+
+QUICK = Config(task="digits", workers=4, period=4, epochs=3).resolve()
+
+
+def go(config: Config, folder: Path, should_stop: Callable[[], bool] | None = None) -> experiment.Summary:
+    if not (folder / "config.json").exists():
+        experiment.prepare(config, folder)
+    return experiment.run(config, folder, should_stop=should_stop)
+
+
+def after(num_calls: int) -> Callable[[], bool]:
+    calls = iter(range(10**9))
+    return lambda: next(calls) >= num_calls
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """What was recorded, without what a clock says."""
+    found = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.endswith("seconds")} for line in found]
+
+
+def test_a_run_is_the_loop_a_user_would_write(tmp_path: Path) -> None:
+    summary = go(QUICK, tmp_path)
+    data = digits.load()
+    torch.manual_seed(0)
+    fleet = prsgd.Fleet(digits.mlp(), 4)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1, momentum=0.9)
+    shards = Shards(data.train_x, data.train_y, num_workers=4, batch_size=8)
+    steps = 3 * shards.steps_per_epoch
+    tick = 0
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(4)) as local:
+        for epoch in range(3):
+            for x, y in shards.epoch(epoch):
+                optimizer.param_groups[0]["lr"] = 0.1 / (
+                    1 if tick < steps / 2 else 10 if tick < 11 * steps / 12 else 100
+                )
+                optimizer.zero_grad()
+                fleet.backward(cross_entropy, x, y)
+                optimizer.step()
+                tick += 1
+    model = fleet.modules[0]
+    with torch.no_grad():
+        loss = float(cross_entropy(model(data.train_x), data.train_y))
+        accuracy = float((model(data.test_x).argmax(1) == data.test_y).float().mean())
+    assert summary.train_loss == pytest.approx(loss, rel=1e-5)
+    assert summary.test_accuracy == pytest.approx(accuracy)
+    assert (summary.steps, summary.rounds) == (steps, len(local.records))
+    assert summary.bytes_sent == sum(r.bytes_sent for r in local.records)
+    assert summary.samples == 3 * shards.steps_per_epoch * 4 * 8
+    written = lines(tmp_path)
+    assert [e["epoch"] for e in written if e["kind"] == "evaluation"] == [0, 1, 2, 3]
+    assert len([e for e in written if e["kind"] == "average"]) == summary.rounds
+    assert json.loads((tmp_path / "summary.json").read_text()) == dataclasses.asdict(summary)
+
+
+CASES = [
+    {},
+    {"overlap": 1, "method": "pr-sgd-momentum"},
+    {"overlap": 3, "split": "dirichlet:0.3"},
+    {"method": "pr-sgd-growing", "period": None, "split": "pool"},
+    {"method": "one-shot", "period": None, "model": "cnn"},
+    {"task": "synthetic", "model": "wells", "momentum": 0.5},
+]
+
+
+@pytest.mark.parametrize("changes", CASES, ids=str)
+def test_stopped_and_continued_is_the_unbroken_run(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = dataclasses.replace(QUICK, **changes).resolve()
+    unbroken = go(config, tmp_path / "unbroken")
+    for stop in (5, 60):
+        with pytest.raises(experiment.Stopped):
+            go(config, tmp_path / "broken", after(stop))
+    again = go(config, tmp_path / "broken")
+    assert again.weights_sha256 == unbroken.weights_sha256
+    assert lines(tmp_path / "broken") == lines(tmp_path / "unbroken")
+    assert dataclasses.replace(again, seconds=0) == dataclasses.replace(unbroken, seconds=0)
+
+
+@pytest.mark.timeout(180)
+def test_two_processes_train_what_one_does_and_stop_and_continue(tmp_path: Path) -> None:
+    alone = go(QUICK, tmp_path / "alone")
+    config = dataclasses.replace(QUICK, processes=2)
+
+    def spread(folder: Path, stop: bool = False) -> experiment.Summary:
+        seen: list[experiment.Progress] = []
+        if not (folder / "config.json").exists():
+            experiment.prepare(config, folder)
+        summary = running.train(config, folder, observe=seen.append, should_stop=lambda: stop)
+        assert seen[-1].step == summary.steps
+        return summary
+
+    unbroken = spread(tmp_path / "unbroken")
+    assert unbroken.train_loss == pytest.approx(alone.train_loss, rel=1e-5)
+    assert unbroken.test_accuracy == pytest.approx(alone.test_accuracy, abs=0.01)
+    assert (unbroken.rounds, unbroken.bytes_sent, unbroken.samples) == (alone.rounds, alone.bytes_sent, alone.samples)
+    with pytest.raises(experiment.Stopped, match=f"after step {1437 // 32}$"):  # the first epoch's end: all agree
+        spread(tmp_path / "broken", stop=True)
+    assert spread(tmp_path / "broken").weights_sha256 == unbroken.weights_sha256
+
+
+def test_an_observer_sees_it_move(tmp_path: Path) -> None:
+    experiment.prepare(QUICK, tmp_path)
+    seen: list[experiment.Progress] = []
+    summary = experiment.run(QUICK, tmp_path, observe=seen.append)
+    assert [p.step for p in seen] == sorted(p.step for p in seen)
+    assert (seen[0].step, seen[-1].step) == (0, summary.steps)
+    assert seen[-1].evaluation is not None
+    assert seen[-1].evaluation.test_accuracy == summary.test_accuracy
+    assert seen[-1].num_epochs == 3
+
+
+def test_the_split_is_written(tmp_path: Path) -> None:
+    config = dataclasses.replace(QUICK, split="dirichlet:0.1")
+    experiment.prepare(config, tmp_path)
+    counts = torch.tensor(json.loads((tmp_path / "split.json").read_text())["counts"])
+    assert counts.shape == (4, 10)
+    assert counts.sum(1).tolist() == [(1437 // 32) * 8] * 4
+    assert counts.max() > 3 * counts.float().mean()
+
+
+def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
+    config = dataclasses.replace(QUICK, lr=1e30).resolve()
+    with pytest.raises(prsgd.DivergedError, match="lower the lr"):
+        go(config, tmp_path)
+
+
+def test_a_checkpoint_of_another_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(experiment.Stopped):
+        go(QUICK, tmp_path, after(5))
+    with pytest.raises(ValueError, match="is of another config"):
+        go(dataclasses.replace(QUICK, lr=0.2), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workers": 0}, "workers must be a whole number >= 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"lr": 0.0}, "lr must be a finite number > 0, got 0.0"),
+        ({"lr": -1.0}, "lr must be"),
+        ({"lr": float("nan")}, "lr must be a finite number > 0, got nan"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"momentum": -0.1}, "momentum must be"),
+        ({"weight_decay": float("inf")}, "weight_decay must be a finite number >= 0, got inf"),
+        ({"task": "digit"}, "did you mean 'digits'"),
+        ({"method": "prsgd"}, "did you mean 'pr-sgd'"),
+        ({"model": "mpl"}, "did you mean 'mlp'"),
+        ({"split": "idd"}, "did you mean 'iid'"),
+        ({"overlap": 9}, "overlap must be at most the period 4, got 9"),
+        ({"method": "pr-sgd-momentum", "overlap": 2}, "overlap must be 0 or 1"),
+        ({"method": "one-shot"}, "method one-shot has no period, got 4"),
+        ({"steps": 5}, "epochs and steps are two ways"),
+        ({"processes": 5}, "processes must be at most the number of workers 4, got 5"),
+    ],
+    ids=str,
+)
+def test_bad_configs(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(QUICK, **changes).resolve()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"wrkers": 3}, "unknown key 'wrkers': did you mean 'workers'"), ({"task": 3}, "task must be a text, got 3")],
+)
+def test_configs_from_files(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workers": 2000}, "workers must be at most the 1437 samples, got 2000"),
+        ({"batch_size": 400}, "batch_size must be at most 359"),
+    ],
+)
+def test_data_that_do_not_go_round(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        running.check(dataclasses.replace(QUICK, **changes).resolve())
+
+
+def test_the_papers_recipe() -> None:
+    config = Config(task="cifar10").resolve()
+    assert (config.model, config.batch_size, config.lr, config.momentum) == ("resnet20", 32, 0.1, 0.9)
+    steps = 300 * 195
+    assert [lr_at(config, t, steps) for t in (0, 150 * 195 - 1, 150 * 195, 275 * 195 - 1, 275 * 195)] == pytest.approx(
+        [0.1, 0.1, 0.01, 0.01, 0.001]
+    )
