@@ -151,6 +151,13 @@ def told_to_stop(process: subprocess.Popen[str]) -> str:
     return said
 
 
+def wait_for_the_end_of(processes: list[Path]) -> None:
+    limit = time.monotonic() + 20
+    while any(process.exists() for process in processes):
+        assert time.monotonic() < limit, "processes are left"
+        time.sleep(0.1)
+
+
 def children_of(process: subprocess.Popen[str]) -> list[Path]:
     found = [Path("/proc") / n for n in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     assert found
@@ -264,7 +271,7 @@ def test_ctrl_c_stops_a_comparison_and_no_process_is_left(tmp_path: Path) -> Non
     with started("compare", *MANY, cwd=tmp_path, until="c/*/checkpoints/step-*") as process:
         children = children_of(process)
         assert "continue with: prsgd compare --resume c" in told_to_stop(process)
-    assert not any(child.exists() for child in children)
+    wait_for_the_end_of(children)
 
 
 @pytest.mark.timeout(300)
@@ -273,10 +280,7 @@ def test_a_comparison_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
         children = children_of(process)
         process.kill()
         process.communicate(timeout=30)
-    limit = time.monotonic() + 20
-    while any(child.exists() for child in children):
-        assert time.monotonic() < limit, "processes are left"
-        time.sleep(0.1)
+    wait_for_the_end_of(children)
 
 
 def test_one_run_that_fails_does_not_spoil_the_others(tmp_path: Path) -> None:

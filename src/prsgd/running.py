@@ -157,7 +157,7 @@ def finished_run(folder: Path) -> Summary | None:
     """How the run in ``folder`` ended, if it did."""
     try:
         return Summary(**json.loads((folder / "summary.json").read_bytes()))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -167,10 +167,13 @@ def last_line(error: Exception) -> str:
     return f"{lines[0]} {lines[-1]}" if len(lines) > 1 else str(error)
 
 
-def note_failure(folder: Path, trace: str) -> Path:
-    """Keep a traceback for those who want it; returns where."""
+def note_failure(folder: Path, trace: str) -> Path | None:
+    """Keep a traceback for those who want it; returns where, None if it could not be kept."""
     place = folder / "error.txt"
-    write(place, trace.encode())
+    try:
+        write(place, trace.encode())
+    except OSError:
+        return None
     return place
 
 

@@ -13,6 +13,7 @@ from types import FrameType
 
 from prsgd.cli.parser import fail
 from prsgd.errors import LaunchError, PrsgdError
+from prsgd.experiment import Stopped
 from prsgd.running import last_line, note_failure
 
 STOPPED = 130
@@ -44,6 +45,8 @@ def failing(command: str, folder: Path) -> Iterator[None]:
     hint = f"; the last checkpoint is kept, continue with --resume {folder}"
     try:
         yield
+    except Stopped:
+        raise
     except LaunchError as error:
         fail(command, last_line(error) + hint, code=1)
     except PrsgdError as error:
@@ -51,11 +54,9 @@ def failing(command: str, folder: Path) -> Iterator[None]:
     except OSError as error:
         fail(command, f"{error.filename or folder}: {error.strerror or error}{hint}", code=1)
     except Exception as error:
-        try:
-            place = note_failure(folder, traceback.format_exc())
-        except OSError:
-            raise error from None
-        fail(command, f"{type(error).__name__}: {error} (the traceback is in {place}){hint}", code=1)
+        place = note_failure(folder, traceback.format_exc())
+        kept = f" (the traceback is in {place})" if place is not None else ""
+        fail(command, f"{type(error).__name__}: {error}{kept}{hint}", code=1)
 
 
 def new_folder(name: str) -> Path:
