@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint bench clean
 
 demo: $(READY)
-	$(BIN)/python examples/digits_fleet.py
+	$(BIN)/prsgd compare --out runs/demo --overwrite
 
 test: lint
 	$(BIN)/python -m pytest

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import sys
+import textwrap
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(folder: Path, as_json: bool) -> None:
+    print("writing the report ...", file=sys.stderr)
     from prsgd.report import page, read, series, verdict
     from prsgd.report.table import text_table
 
@@ -77,7 +79,7 @@ def _report(folder: Path, as_json: bool) -> None:
         summaries = [json.loads(p.read_bytes()) for p in sorted(folder.glob("*/summary.json"))]
         print(json.dumps({"folder": str(folder), "report": str(place), "verdict": sentence, "runs": summaries}))
         return
-    print(f"\n{text_table(groups)}\n\n{sentence}\n\nreport: {place}")
+    print(f"\n{text_table(groups)}\n\n{textwrap.fill(sentence, 80)}\n\nreport: {place}")
 
 
 def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
