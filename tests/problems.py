@@ -70,6 +70,27 @@ def batch(worker: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[T
     return x, torch.randint(3, (4,), generator=generator)
 
 
+def take_step(
+    fleet: prsgd.Fleet,
+    optimizer: torch.optim.Optimizer,
+    local: prsgd.LocalSGD,
+    taken: dict[int, int],
+    dtype: torch.dtype = torch.float64,
+) -> tuple[int, ...]:
+    """One step of those hosted workers that are not waiting; counts them in ``taken`` and returns them."""
+    active = fleet.active
+    pairs = [batch(w, taken[w], dtype) for w in fleet.workers]
+    optimizer.zero_grad()
+    losses = fleet.backward(
+        nn.functional.cross_entropy, torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+    )
+    local.log(loss=losses, samples=[4 * (w in active) for w in fleet.workers])
+    optimizer.step()
+    for worker in active:
+        taken[worker] += 1
+    return active
+
+
 def train_fleet(
     num_steps: Sequence[int],
     *,
@@ -88,14 +109,7 @@ def train_fleet(
             if num_steps[worker] == 0:
                 fleet.stop(worker)
         while fleet.active:
-            active = fleet.active
-            pairs = [batch(w, taken[w], dtype) for w in fleet.workers]
-            optimizer.zero_grad()
-            losses = fleet.backward(nn.functional.cross_entropy, [x for x, _ in pairs], [y for _, y in pairs])
-            local.log(loss=losses, samples=[4 * (w in active) for w in fleet.workers])
-            optimizer.step()
-            for worker in active:
-                taken[worker] += 1
+            for worker in take_step(fleet, optimizer, local, taken, dtype):
                 if taken[worker] == num_steps[worker]:
                     fleet.stop(worker)
     return fleet.rows.clone(), local, fleet

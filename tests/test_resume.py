@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import prsgd
-from tests.problems import batch, model
+from tests.problems import batch, model, take_step
 from tests.ranks import run_ranks
 
 CASES: list[dict[str, Any]] = [
@@ -49,14 +49,7 @@ def run(options: dict[str, Any], steps: int, stop_at: int | None = None, kind: s
             optimizer.load_state_dict(optimizer_state)
             local.load_state_dict(copy.deepcopy(local_state))
             local.start()
-        active = fleet.active
-        pairs = [batch(w, taken[w]) for w in fleet.workers]
-        optimizer.zero_grad()
-        losses = fleet.backward(nn.functional.cross_entropy, [x for x, _ in pairs], [y for _, y in pairs])
-        local.log(loss=losses, samples=[4 * (w in active) for w in fleet.workers])
-        optimizer.step()
-        for worker in active:
-            taken[worker] += 1
+        take_step(fleet, optimizer, local, taken)
     local.finish()
     buffers = [b.clone() for m in fleet.modules for b in m.buffers()]
     done = {r.round: (r.step, r.period, r.overlap, r.drift, r.loss, r.samples) for r in [*records, *local.records]}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import prsgd
-from tests.problems import batch, model, train_fleet
+from tests.problems import batch, model, take_step, train_fleet
 
 cross_entropy = nn.functional.cross_entropy
 SCHEDULES: list[dict[str, Any]] = [
@@ -31,13 +31,7 @@ def train(
     taken = dict.fromkeys(fleet.workers, 0)
     with prsgd.LocalSGD(fleet, optimizer, **options) as local:
         while fleet.active:
-            active = fleet.active
-            pairs = [batch(w, taken[w]) for w in fleet.workers]
-            optimizer.zero_grad()
-            fleet.backward(cross_entropy, torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs]))
-            optimizer.step()
-            for worker in active:
-                taken[worker] += 1
+            for worker in take_step(fleet, optimizer, local, taken):
                 if taken[worker] == num_steps[worker]:
                     fleet.stop(worker)
     return fleet, local

@@ -176,26 +176,39 @@ class TorchDistributed(Communicator):
         return group
 
 
-class _Pending(Generic[T]):
+class _UnderWay(Generic[T]):
+    """What is common to work under way: its bytes, its limit, when it began and ended."""
+
+    def __init__(self, result: T, bytes_sent: int, server_bytes_sent: int, timeout_seconds: float) -> None:
+        self._result, self._timeout_seconds = result, timeout_seconds
+        self.bytes_sent, self.server_bytes_sent = bytes_sent, server_bytes_sent
+        self._started = time.perf_counter()
+        self._finished: float | None = None
+
+    def flight_seconds(self) -> float:
+        return (self._finished or time.perf_counter()) - self._started
+
+    def _stamp(self, _: object) -> None:
+        self._finished = time.perf_counter()
+
+    def _limit(self, timeout_seconds: float | None) -> float:
+        return self._timeout_seconds if timeout_seconds is None else timeout_seconds
+
+
+class _Pending(_UnderWay[T]):
     """A torch.distributed operation under way."""
 
     def __init__(
         self, work: dist.Work, result: T, bytes_sent: int, timeout_seconds: float, *, server_bytes_sent: int = 0
     ) -> None:
+        super().__init__(result, bytes_sent, server_bytes_sent, timeout_seconds)
         self._work: dist.Work | None = work
-        self._result, self._timeout_seconds = result, timeout_seconds
-        self.bytes_sent, self.server_bytes_sent = bytes_sent, server_bytes_sent
-        self._started = time.perf_counter()
-        self._finished: float | None = None
         self._error: PeerError | None = None
         if result is not None:  # a send or receive has no future to tell when it was over
             work.get_future().add_done_callback(self._stamp)
 
-    def _stamp(self, _: object) -> None:
-        self._finished = time.perf_counter()
-
     def wait(self, timeout_seconds: float | None = None) -> T:
-        limit = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        limit = self._limit(timeout_seconds)
         if self._work is not None:
             try:
                 self._work.wait(timedelta(seconds=limit))
@@ -205,9 +218,6 @@ class _Pending(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._result
-
-    def flight_seconds(self) -> float:
-        return (self._finished or time.perf_counter()) - self._started
 
 
 class _Errands:
@@ -241,23 +251,18 @@ class _Errands:
             del errand, call, future  # they hold the connections open
 
 
-class _Errand(Generic[T]):
+class _Errand(_UnderWay[T]):
     """A sum through the parameter server under way."""
 
     def __init__(
         self, future: Future[None], result: T, bytes_sent: int, server_bytes_sent: int, timeout_seconds: float
     ) -> None:
-        self._future, self._result, self._timeout_seconds = future, result, timeout_seconds
-        self.bytes_sent, self.server_bytes_sent = bytes_sent, server_bytes_sent
-        self._started = time.perf_counter()
-        self._finished: float | None = None
+        super().__init__(result, bytes_sent, server_bytes_sent, timeout_seconds)
+        self._future = future
         future.add_done_callback(self._stamp)
 
-    def _stamp(self, _: object) -> None:
-        self._finished = time.perf_counter()
-
     def wait(self, timeout_seconds: float | None = None) -> T:
-        limit = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        limit = self._limit(timeout_seconds)
         try:
             self._future.result(limit)
         except (TimeoutError, FutureTimeoutError):
@@ -265,9 +270,6 @@ class _Errand(Generic[T]):
         except RuntimeError as error:
             raise _translated(error, limit) from None
         return self._result
-
-    def flight_seconds(self) -> float:
-        return (self._finished or time.perf_counter()) - self._started
 
 
 class _PendingAll:
