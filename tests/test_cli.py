@@ -82,7 +82,7 @@ def test_bad_input_is_one_line_and_exit_2(
         main(args)
     assert stopped.value.code == 2
     said = capsys.readouterr().err
-    lines = [line for line in said.splitlines() if not line.startswith("fetching")]
+    lines = [line for line in said.splitlines() if not line.startswith("reading")]
     assert len(lines) == 1
     assert message in said
     assert not list(tmp_path.iterdir())

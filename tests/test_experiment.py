@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import prsgd
 from prsgd import experiment, running
+from prsgd.checkpoint import fingerprint
 from prsgd.config import Config, lr_at
 from prsgd.data import Shards
 from prsgd.tasks import digits
@@ -70,6 +72,10 @@ def test_a_run_is_the_loop_a_user_would_write(tmp_path: Path) -> None:
     assert [e["epoch"] for e in written if e["kind"] == "evaluation"] == [0, 1, 2, 3]
     assert len([e for e in written if e["kind"] == "average"]) == summary.rounds
     assert json.loads((tmp_path / "summary.json").read_text()) == dataclasses.asdict(summary)
+    loaded = digits.mlp()
+    loaded.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert fingerprint([*loaded.parameters()]) == summary.weights_sha256
+    assert summary.first_train_loss == pytest.approx(2.3, abs=0.05)  # ln 10, about
 
 
 CASES = [

@@ -39,7 +39,6 @@ class Source:
     """A data set that can be fetched."""
 
     summary: str
-    size: str
     sha256: str
     """Of the images and labels, part by part."""
     num_classes: int
@@ -250,8 +249,7 @@ def _last_line(text: str) -> str:
 
 SOURCES = {
     "cifar10": Source(
-        summary="colour images 32x32 in 10 classes (Krizhevsky 2009)",
-        size="139 MB to fetch, 185 MB kept",
+        summary="colour images 32x32 (Krizhevsky 2009); 139 MB",
         sha256="9048fcbac9c08a64d57a7c5a5a66750a974ad4eab380914df129f7e223d823df",
         num_classes=10,
         shapes={
@@ -264,8 +262,7 @@ SOURCES = {
         read=_read_cifar10,
     ),
     "fashion-mnist": Source(
-        summary="grey images 28x28 of clothes in 10 classes (Xiao, Rasul, Vollgraf 2017)",
-        size="31 MB to fetch, 55 MB kept",
+        summary="grey images 28x28 of clothes (Xiao et al. 2017); 31 MB",
         sha256="ece172613115fb18b120bec8f6c02271af90b8b8f0a5af5c51cbd5ceed68e619",
         num_classes=10,
         shapes={"train_x": (60_000, 28, 28), "train_y": (60_000,), "test_x": (10_000, 28, 28), "test_y": (10_000,)},

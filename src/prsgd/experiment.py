@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 
 import prsgd
@@ -34,6 +36,8 @@ from prsgd.tasks.base import Data
 EVALUATE_AT_MOST = 5_000
 """Training samples in an evaluation; the test set is taken whole."""
 EVALUATE_BATCH = 500
+MODEL = "model.safetensors"
+"""In a run's folder: the final model's state_dict."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ class Summary:
     samples: int
     weights_sha256: str
     """Of the final model: two runs with the same one are the same to the last bit."""
+    first_train_loss: float = math.inf
+    """Before the first step."""
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: somebody asked for it
@@ -171,6 +177,7 @@ class _Run:
         self._seconds = 0.0
         self._evaluation: Evaluation | None = None
         self._best: float | None = None
+        self._first_loss = math.inf
         self._totals = {"rounds": 0, "bytes_sent": 0, "drift": 0.0, "drifts": 0, "samples": 0}
         self._file: IO[str] | None = None
         self._shown = 0.0
@@ -266,6 +273,8 @@ class _Run:
             test_accuracy=accuracy,
             seconds=self._seconds,
         )
+        if not self._step:
+            self._first_loss = self._evaluation.train_loss
         if accuracy is not None:
             self._best = max(accuracy, self._best or 0.0)
         self._write({"kind": "evaluation", **asdict(self._evaluation)})
@@ -339,6 +348,7 @@ class _Run:
             "step": self._step,
             "seconds": self._seconds,
             "best": self._best,
+            "first_loss": self._first_loss,
             "totals": self._totals,
             "evaluation": None if self._evaluation is None else asdict(self._evaluation),
             "records_bytes": 0 if self._file is None else self._file.tell(),
@@ -356,6 +366,7 @@ class _Run:
         if Config.from_dict(state["config"]) != self._config:
             raise CheckpointError(f"the checkpoint in {self._folder} is of another config")
         self._step, self._seconds, self._best = state["step"], state["seconds"], state["best"]
+        self._first_loss = state.get("first_loss", math.inf)
         self._totals = state["totals"]
         self._evaluation = None if state["evaluation"] is None else Evaluation(**state["evaluation"])
         self._fleet.load_state_dict(state["fleet"])
@@ -384,6 +395,7 @@ class _Run:
         model = self._fleet.modules[0]
         summary = Summary(
             label=self._config.label,
+            first_train_loss=self._first_loss,
             train_loss=evaluation.train_loss,
             test_loss=evaluation.test_loss,
             test_accuracy=evaluation.test_accuracy,
@@ -398,6 +410,8 @@ class _Run:
             weights_sha256=fingerprint([*model.parameters(), *model.buffers()]),
         )
         if self._rank == 0:
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+            write(self._folder / MODEL, save(tensors))
             write(self._folder / "summary.json", json.dumps(asdict(summary), indent=2).encode())
         return summary
 

@@ -13,10 +13,14 @@ from prsgd.config import Config
 from prsgd.errors import CheckpointError
 
 OURS = (
-    "config.json", "environment.json", "records.jsonl", "split.json", "summary.json", "checkpoints", "error.txt",
-    "stop", "compare.json", "report.html", "figures", "curves.csv", "table.csv", "tensorboard",
+    "config.json", "environment.json", "model.safetensors", "records.jsonl", "split.json", "summary.json",
+    "checkpoints", "error.txt", "stop", "compare.json", "report.html", "figures", "curves.csv", "table.csv",
+    "tensorboard",
 )  # fmt: skip
 """What we put into a folder: --overwrite removes these and nothing else."""
+
+
+_KINDS = {"config.json": "run", "compare.json": "comparison"}
 
 
 def claim(folder: Path, *, marker: str, resume: bool, overwrite: bool) -> None:
@@ -28,6 +32,9 @@ def claim(folder: Path, *, marker: str, resume: bool, overwrite: bool) -> None:
         raise ValueError(f"out must be a folder, {folder} is a file")
     holds = sorted(p.name for p in folder.iterdir()) if folder.exists() else []
     if holds and not resume:
+        other = next((name for name in ("config.json", "compare.json") if name in holds and name != marker), None)
+        if other is not None and marker not in holds:
+            raise ValueError(f"{folder} holds a {_KINDS[other]}: give another folder, or delete it")
         if marker not in holds:
             raise ValueError(f"out must be an empty or new folder, {folder} holds {holds[0]!r} and is no run of ours")
         if not overwrite:
@@ -75,7 +82,11 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} holds no {kind}: it has no {path.name}") from None
+        hint = ""
+        for name, other in _KINDS.items():
+            if other != kind and path.with_name(name).exists():
+                hint = f", but a {other}: prsgd {'train' if other == 'run' else 'compare'} --resume {path.parent}"
+        raise CheckpointError(f"{path.parent} holds no {kind}{hint or f': it has no {path.name}'}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):

@@ -119,12 +119,17 @@ def parse(text: str) -> Split:
     name, _, number = text.partition(":")
     if name == "dirichlet":
         try:
-            return dirichlet(float(number))
+            alpha = float(number)
         except ValueError:
             raise ValueError(f'split must say how mixed the shares are, as in "dirichlet:0.5", got {text!r}') from None
+        try:
+            return dirichlet(alpha)
+        except ValueError:
+            raise ValueError(f"split must have a finite number > 0 after dirichlet:, got {text!r}") from None
     if text in ("pool", "iid"):
         return pool() if text == "pool" else iid()
-    raise ValueError(f"split must be pool, iid or dirichlet:ALPHA, got {text!r}{nearest(name, _NAMES)}")
+    hint = "" if name.startswith("non") else nearest(name, _NAMES)  # non-iid is not nearly iid
+    raise ValueError(f"split must be pool, iid or dirichlet:ALPHA, got {text!r}{hint}")
 
 
 _NAMES = ("pool", "iid", "dirichlet")

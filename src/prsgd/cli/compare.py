@@ -76,8 +76,17 @@ def _report(folder: Path, as_json: bool) -> None:
     place = page.write([folder])
     sentence = verdict.verdict(groups)
     if as_json:
-        summaries = [json.loads(p.read_bytes()) for p in sorted(folder.glob("*/summary.json"))]
-        print(json.dumps({"folder": str(folder), "report": str(place), "verdict": sentence, "runs": summaries}))
+        runs = [
+            {
+                "folder": str(p.parent),
+                "config": json.loads((p.parent / "config.json").read_bytes()),
+                **json.loads(p.read_bytes()),
+            }
+            for p in sorted(folder.glob("*/summary.json"))
+        ]
+        table = [dataclasses.asdict(row) for row in series.rows(groups)]
+        found = {"folder": str(folder), "report": str(place), "verdict": sentence, "table": table, "runs": runs}
+        print(json.dumps(found))
         return
     print(f"\n{text_table(groups)}\n\n{textwrap.fill(sentence, 80)}\n\nreport: {place}")
 
@@ -142,6 +151,8 @@ def variants(given: dict[str, Any]) -> list[Config]:
 
 
 def _what(configs: list[Config]) -> str:
+    from prsgd.cli.display import number_of
+
     one = configs[0]
-    length = f"{one.epochs} epochs" if one.epochs is not None else f"{one.steps} steps"
+    length = number_of(one.steps, "step") if one.epochs is None else number_of(one.epochs, "epoch")
     return f"{one.task}, {one.model}, {one.workers} workers, batch {one.batch_size} each, {length}"

@@ -24,20 +24,20 @@ def run(args: argparse.Namespace) -> int:
         from prsgd import datasets
 
         if args.action == "list":
-            print("digits          embedded    handwritten digits 8x8 in 10 classes (Alpaydin, Kaynak)")
+            print("digits         embedded  handwritten digits 8x8 (Alpaydin, Kaynak 1998)")
             for name, source in datasets.SOURCES.items():
                 state = "here" if datasets.path(name).exists() else "not here"
-                print(f"{name:<15} {state:<11} {source.summary}; {source.size}")
+                print(f"{name:<14} {state:<9} {source.summary}")
             return 0
+        if args.name == "digits":
+            raise ValueError("digits are part of prsgd: there is nothing to fetch, and no file of their own")
         if args.action == "path":
             place = datasets.path(args.name)
             if not place.exists():
                 raise ValueError(f"{args.name} is not here yet: prsgd data get {args.name}")
             print(place)
             return 0
-        if args.name == "digits":
-            print("digits are part of prsgd: nothing to fetch", file=sys.stderr)
-            return 0
-        print(f"fetching {args.name} ...", file=sys.stderr)
+        datasets.path(args.name)  # is it known?
+        print(f"fetching {args.name} ..." if args.given is None else f"reading {args.given} ...", file=sys.stderr)
         print(datasets.get(args.name, given=args.given))
     return 0

@@ -104,9 +104,9 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
-def number_of(count: int, noun: str) -> str:
+def number_of(count: int | None, noun: str) -> str:
     """
     >>> number_of(1, "run"), number_of(15, "run")
     ('1 run', '15 runs')
     """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    return f"{count or 0:,} {noun}{'' if count == 1 else 's'}"

@@ -24,14 +24,25 @@ def add_run_options(parser: Parser, *, several: bool) -> None:
     what.add_argument("--split", help="who has which data: pool, iid or dirichlet:ALPHA (iid)")
     how = parser.add_argument_group("how")
     names = ("--method", "--methods") if several else ("--method",)
-    how.add_argument(*names, dest="method", metavar="NAME", help="pr-sgd, minibatch-sgd, ... (pr-sgd)", **many)
+    how.add_argument(
+        *names,
+        dest="method",
+        metavar="NAME",
+        help="pr-sgd, pr-sgd-growing, pr-sgd-momentum, minibatch-sgd, one-shot (pr-sgd)",
+        **many,
+    )
     how.add_argument("--workers", type=int, metavar="N", help="how many (8)")
-    usual = "1 4 8 16 32" if several else "8"
+    usual = "1 4 8 16 32; 8 beside other methods" if several else "8"
     how.add_argument("--period", type=int, metavar="I", help=f"local steps between two averages ({usual})", **many)
     how.add_argument("--overlap", type=int, metavar="D", help="steps that hide an average's transfer (0)", **many)
-    how.add_argument("--epochs", type=int, metavar="E", help="passes over the data, all workers together")
+    how.add_argument(
+        "--epochs",
+        type=int,
+        metavar="E",
+        help="passes over the data, all workers together (digits 40, synthetic 20, others 10)",
+    )
     how.add_argument("--steps", type=int, metavar="T", help="instead of epochs: steps of each worker")
-    how.add_argument("--batch-size", type=int, metavar="B", help="of each worker")
+    how.add_argument("--batch-size", type=int, metavar="B", help="of each worker (digits and synthetic 8, others 32)")
     how.add_argument("--lr", type=float, help="divided by 10 at 1/2 and 11/12 of the run (0.1)")
     how.add_argument("--momentum", type=float, metavar="M", help="(0.9)")
     how.add_argument("--weight-decay", type=float, metavar="W", help="(0)")

@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     first = os.environ.get("RANK", "0") == "0"
     summary = finished_run(folder) if begun else None
     if summary is not None:
+        print(f"{folder} was finished already", file=sys.stderr)
         return _tell(config, folder, summary, args.json) if first else 0
     if first:
         print(f"{_what(config)}\n{'continuing' if begun else 'in'} {folder}", file=sys.stderr)
@@ -53,12 +54,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _tell(config: Config, folder: Path, summary: Summary, as_json: bool) -> int:
     from prsgd.cli.display import duration
+    from prsgd.experiment import MODEL
 
     if as_json:
         print(json.dumps({"folder": str(folder), "config": dataclasses.asdict(config), **dataclasses.asdict(summary)}))
     else:
         print(f"done in {duration(summary.seconds)} of training: {_result(summary)}")
-        print(f"figures: prsgd report {folder}")
+        print(f"the model: {folder / MODEL}; figures: prsgd report {folder}")
+        if summary.train_loss > summary.first_train_loss:
+            print("the loss is above that of the model it began with: lower the lr?")
     return 0
 
 
@@ -100,7 +104,9 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
 
 
 def _what(config: Config) -> str:
-    length = f"{config.epochs} epochs" if config.epochs is not None else f"{config.steps} steps"
+    from prsgd.cli.display import number_of
+
+    length = number_of(config.steps, "step") if config.epochs is None else number_of(config.epochs, "epoch")
     return (
         f"{config.task}, {config.model}: {config.label}, {config.workers} workers, batch {config.batch_size} each, "
         f"{length}"

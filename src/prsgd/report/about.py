@@ -8,7 +8,7 @@ from typing import Any
 
 from prsgd.report.curves import follows_recipe
 from prsgd.report.read import Run
-from prsgd.report.series import Group
+from prsgd.report.series import Group, differing
 
 _OPTIONS = (
     "task", "model", "method", "workers", "period", "overlap", "epochs", "steps", "batch_size", "lr", "momentum",
@@ -17,6 +17,16 @@ _OPTIONS = (
 _VARIED = ("method", "period", "overlap")
 _USUAL = {"method": "pr-sgd", "overlap": "0", "weight_decay": "0.0", "split": "iid", "processes": "1"}
 """What need not be typed. The rest depends on the task, and is typed to be exact."""
+
+
+_METHODS = {
+    "minibatch-sgd": "Parallel mini-batch SGD: the workers average after every step. What the paper compares with.",
+    "pr-sgd": "Parallel Restarted SGD, also called local SGD: every worker takes as many steps on its own as the "
+    "period says, then all restart from the average of their models.",
+    "pr-sgd-growing": "PR-SGD with rounds that grow while the lr falls (the paper's Algorithm 2).",
+    "pr-sgd-momentum": "PR-SGD that averages the optimizer's momentum along with the models.",
+    "one-shot": "The workers train on their own to the end, and their models are averaged once.",
+}
 
 
 def title(groups: Sequence[Group]) -> str:
@@ -28,7 +38,8 @@ def title(groups: Sequence[Group]) -> str:
     periods = [group.name.removeprefix("period ") for group in groups]
     if all(period.isdigit() for period in periods):
         return f"{what}: period {', '.join(periods[:-1])} and {periods[-1]}"
-    return f"{what}: {len(groups)} ways to average"
+    ways = len({group.runs[0].label for group in groups})
+    return f"{what}: {len(groups)} {'ways to average' if ways == len(groups) else 'runs'}"
 
 
 def what_was_run(groups: Sequence[Group]) -> list[str]:
@@ -147,7 +158,15 @@ def _compared(groups: Sequence[Group]) -> str:
             "The runs differ in how often the workers average their models: "
             f"every {', '.join(numbers)} or {last} steps. Everything else is the same."
         )
-    return f"The runs differ in when and how the workers average their models: {'; '.join(names)}."
+    keys = differing(run for group in groups for run in group.runs)
+    more = f" They differ in {' and '.join(key.replace('_', ' ') for key in keys)} too." if keys else ""
+    return f"Runs that differ in when and how the workers average their models: {'; '.join(names)}.{more}"
+
+
+def method_words(groups: Sequence[Group]) -> dict[str, str]:
+    """What the methods' names mean."""
+    used = dict.fromkeys(str(run.config["method"]) for group in groups for run in group.runs)
+    return {name: _METHODS[name] for name in used if name in _METHODS}
 
 
 def _values(runs: Sequence[Run], key: str) -> str:

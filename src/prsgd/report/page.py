@@ -21,13 +21,13 @@ from prsgd.report.verdict import verdict
 _CAPTIONS = {
     "training-loss": (
         "Training loss against epochs",
-        "As Figure 3 of the paper. The loss is that of the consensus, the average of all workers' models; lower is "
-        "better. Lines that lie on each other mean that averaging less often cost nothing.",
+        "As Figure 3 of the paper (Yu, Yang, Zhu 2019). The loss is that of the consensus, the average of all "
+        "workers' models; lower is better. Lines that lie on each other mean that averaging less often cost nothing.",
     ),
     "test-accuracy": (
         "Test accuracy against epochs",
-        "As Figure 4 of the paper. The share of the test samples, which nobody trained on, that the consensus gets "
-        "right; higher is better.",
+        "As Figure 4 of the paper (Yu, Yang, Zhu 2019). The share of the test samples, which nobody trained on, that "
+        "the consensus gets right; higher is better.",
     ),
     "loss-against-bytes": (
         "Training loss against bytes sent",
@@ -37,7 +37,8 @@ _CAPTIONS = {
     "drift": (
         "Drift over time",
         "Drift is how far the workers' models are from each other just before they are averaged: the mean squared "
-        "distance from their average. It grows with the period and falls with the lr.",
+        "distance from their average. It grows with the period and falls with the lr. "
+        "A run's last round may be shorter than the others, and its drift smaller.",
     ),
 }
 
@@ -76,6 +77,7 @@ def _render(groups: Sequence[Group], out: Path) -> str:
         split_sentence=about.split_sentence(str(groups[0].runs[0].config.get("split", "iid"))),
         rows=[(row, row_cells(row)) for row in table],
         has_accuracy=any(row.test_accuracy is not None for row in table),
+        methods=about.method_words(groups),
         commands=about.commands(groups),
         environment=about.environments(groups),
         css=Markup(_part("page.css")),

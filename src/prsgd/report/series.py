@@ -87,7 +87,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
     tasks = sorted({str(run.config["task"]) for run in runs})
     if len(tasks) > 1:
         raise ValueError(f"runs must be of one task to be compared, got {', '.join(tasks)}")
-    telling = [key for key in _TELLING if len({run.config.get(key) for run in runs}) > 1]
+    telling = differing(runs)
     found: dict[tuple[object, ...], list[Run]] = {}
     for run in sorted(runs, key=_order):
         extra = tuple(run.config.get(key) for key in telling)
@@ -102,9 +102,17 @@ def group(runs: Sequence[Run]) -> list[Group]:
     return groups
 
 
-def _order(run: Run) -> tuple[str, int, int, int]:
+def differing(runs: Iterable[Run]) -> list[str]:
+    """What sets these runs apart beside method, period, overlap and seed."""
+    found = list(runs)
+    return [key for key in _TELLING if len({run.config.get(key) for run in found}) > 1]
+
+
+def _order(run: Run) -> tuple[int, str, int, int, int]:
+    """Those that average most come first."""
     config = run.config
-    return str(config["method"]), config.get("period") or 0, config.get("overlap") or 0, config["seed"]
+    rank = {"minibatch-sgd": 0, "one-shot": 2}.get(str(config["method"]), 1)
+    return rank, str(config["method"]), config.get("period") or 0, config.get("overlap") or 0, config["seed"]
 
 
 def _refuse_twins(runs: Sequence[Run]) -> None:

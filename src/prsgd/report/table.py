@@ -22,12 +22,19 @@ def text_table(groups: Sequence[Group]) -> str:
         if all(line[column] == "" for line in cells):
             for line in (heads, *cells):
                 del line[column]
+    while len(heads) > 2 and _width(heads, *cells) > WIDTH:  # names first: the page and table.csv have the rest
+        for line in (heads, *cells):
+            del line[-1]
     room = [max(len(line[i]) for line in (heads, *cells)) for i in range(len(heads))]
     room[0] = max(8, min(room[0], WIDTH - sum(room[1:]) - 2 * (len(room) - 1)))
     lines = [heads, ["-" * width for width in room], *cells]
     text = ["  ".join([_fit(line[0], room[0]), *(c.rjust(w) for c, w in zip(line[1:], room[1:]))]) for line in lines]
     text += [_fit(f"* {row.name}: {row.state}", WIDTH) for row in found if row.state]
     return "\n".join(line.rstrip() for line in text)
+
+
+def _width(*lines: Sequence[str]) -> int:
+    return sum(max(map(len, column)) for column in zip(*lines)) + 2 * (len(lines[0]) - 1)
 
 
 def row_cells(row: Row) -> list[str]:

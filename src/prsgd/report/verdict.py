@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prsgd.report.series import Group, Measured, Row, baseline, rows
+from prsgd.report.series import Group, Measured, Row, baseline, differing, rows
 
 LEAST_POINTS = 0.2
 """Of test accuracy, in percent: what is nearer than this counts as equal, however alike the seeds are."""
+MOST_POINTS = 0.5
+"""What is further behind has not reached it, however much the seeds differ: noise is no excuse."""
 LEAST_LOSS_SHARE = 0.02
 """The same for the training loss, where a task has no accuracy: of the baseline's loss."""
 
@@ -17,8 +19,8 @@ LEAST_LOSS_SHARE = 0.02
 def verdict(groups: Sequence[Group]) -> str:
     """Which run got by with the least communication, against the one that communicated most.
 
-    A run reached the baseline if it is not behind by more than 0.2 points or two standard errors of the difference,
-    whichever is larger. Runs that are not finished are left out, and named.
+    A run reached the baseline if it is not behind by more than 0.2 points, or by two standard errors of the difference
+    if that is more, but never by more than 0.5 points. Runs that are not finished are left out, and named.
     """
     base = baseline(groups)
     if base is None:
@@ -30,7 +32,7 @@ def verdict(groups: Sequence[Group]) -> str:
         return f"{_capital(first.name)} reached {first.quality} in {_rounds(first.rounds)}.{left_out}"
     others = list(found.values())
     text = " ".join(_compare(first, others)).removesuffix(".")
-    return f"{text}{_one_seed(first, others)}.{left_out}"
+    return f"{text}{_one_seed(first, others)}.{_unlike(groups)}{left_out}"
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class _Found:
 
     name: str
     score: Measured
+    loss: float
     by_accuracy: bool
     rounds: float
     megabytes: float
@@ -50,7 +53,7 @@ class _Found:
         assert row.megabytes is not None
         loss = row.train_loss
         score = row.test_accuracy or Measured(-loss.mean, loss.spread, loss.seeds)
-        return cls(row.name, score, row.test_accuracy is not None, row.rounds, row.megabytes)
+        return cls(row.name, score, loss.mean, row.test_accuracy is not None, row.rounds, row.megabytes)
 
     @property
     def value(self) -> str:
@@ -71,13 +74,15 @@ class _Found:
     def tolerance(self, base: _Found) -> float:
         if min(self.score.seeds, base.score.seeds) < 2:
             return base.least
-        return max(base.least, 2 * math.sqrt(self.score.squared_error + base.score.squared_error))
+        most = base.least * MOST_POINTS / LEAST_POINTS
+        return min(most, max(base.least, 2 * math.sqrt(self.score.squared_error + base.score.squared_error)))
 
     def reached(self, base: _Found) -> bool:
         return self.behind(base) <= self.tolerance(base) + 1e-9
 
     def beat(self, base: _Found) -> bool:
-        return -self.behind(base) > self.tolerance(base) + 1e-9
+        errors = 2 * math.sqrt(self.score.squared_error + base.score.squared_error)
+        return -self.behind(base) > max(base.least, errors) + 1e-9
 
 
 def _compare(base: _Found, others: Sequence[_Found]) -> list[str]:
@@ -101,6 +106,8 @@ def _compare(base: _Found, others: Sequence[_Found]) -> list[str]:
         sentences = [
             f"{_capital(chosen.name)} reached the {what} of {base.name} ({values}) with {_cost(chosen, base)}."
         ]
+    if base.by_accuracy and chosen.loss > 1.1 * base.loss:
+        sentences.append(f"Its training loss ended higher: {chosen.loss:.3g} against {base.loss:.3g}.")
     best = max(good, key=lambda other: other.score.mean)
     if best is not chosen and best.beat(base):
         most = "the most accurate" if base.by_accuracy else "the best"
@@ -127,6 +134,13 @@ def _one_seed(base: _Found, others: Sequence[_Found]) -> str:
         return ""
     small = "differences under about a point" if base.by_accuracy else "small differences"
     return f" (one seed: {small} mean little)"
+
+
+def _unlike(groups: Sequence[Group]) -> str:
+    keys = differing(run for group in groups for run in group.runs)
+    if not keys:
+        return ""
+    return f" The runs differ in {' and '.join(k.replace('_', ' ') for k in keys)} too, not in averaging alone."
 
 
 def _left_out(groups: Sequence[Group]) -> str:
