@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from prsgd.checkpoint import KEEP, Checkpoints, fingerprint, write
+from prsgd.checkpoint import KEEP, Checkpoints, fingerprint, newest_common, write
 from prsgd.errors import CheckpointError
 
 STATE: dict[str, Any] = {
@@ -124,3 +124,29 @@ def test_fingerprints_see_the_last_bit() -> None:
     y = x.clone()
     y[1] = torch.nextafter(y[1], torch.tensor(2.0))
     assert fingerprint([x, torch.tensor(1)]) == fingerprint([x.clone(), torch.tensor(1)]) != fingerprint([y])
+
+
+def test_what_a_run_does_not_continue_from_is_removed(tmp_path: Path) -> None:
+    ranks = [Checkpoints(tmp_path, rank=r) for r in range(2)]
+    for step in (1, 2):
+        for checkpoints in ranks:
+            checkpoints.save(step, {"step": step})
+    damage(tmp_path, "bit")
+    with pytest.warns(UserWarning, match="passed over"):
+        whole = ranks[0].steps()
+    ranks[0].forget_all_but(whole)
+    assert ranks[0].steps() == [1]
+    assert ranks[1].steps() == [1, 2]  # each process removes its own
+    ranks[1].forget_all_but([1])
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    ranks[0].save(2, {})
+    assert ranks[0].steps() == [1, 2]
+
+
+def test_the_newest_that_all_have() -> None:
+    here = Path("here")
+    assert newest_common([[1, 2, 3], [2, 3, 4]], here) == 3
+    assert newest_common([[], []], here) is None
+    assert newest_common([[5], []], here) is None  # killed while the first one was written
+    with pytest.raises(CheckpointError, match="the processes' checkpoints in here have no step in common"):
+        newest_common([[5], [6]], here)

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
+from prsgd import folders
 from prsgd.cli import main
 from prsgd.cli.compare import variants
+from prsgd.config import Config
 
 QUICK = ["--workers", "4", "--epochs", "2"]
 
@@ -95,6 +97,9 @@ def test_toml_and_options(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert (found["config"]["workers"], found["config"]["batch_size"], found["config"]["epochs"]) == (4, 16, 1)
     assert found["test_accuracy"] == summary(tmp_path / "a")["test_accuracy"]
+    (tmp_path / "all.toml").write_text('workers = 4\nepochs = 1\nseeds = 2\nout = "b"\njson = true\n')
+    done = prsgd("train", "--config", "all.toml", cwd=tmp_path)
+    assert (json.loads(done.stdout)["folder"], json.loads(done.stdout)["config"]["seed"]) == ("b", 2)
     (tmp_path / "bad.toml").write_text("wrkers = 4\n")
     done = prsgd("train", "--config", "bad.toml", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (
@@ -164,7 +169,7 @@ def children_of(process: subprocess.Popen[str]) -> list[Path]:
     return found
 
 
-LONG = ["--workers", "8", "--epochs", "30", "--overlap", "2"]
+LONG = ["--workers", "8", "--epochs", "60", "--overlap", "2"]
 
 
 @pytest.mark.timeout(300)
@@ -174,7 +179,8 @@ def test_killed_at_any_moment_and_resumed(tmp_path: Path) -> None:
     for turn in range(3):
         folder = f"killed{turn}"
         with started("train", *LONG, "--out", folder, cwd=tmp_path, until=f"{folder}/checkpoints/step-*"):
-            time.sleep(random.Random(turn).uniform(0, 1))
+            time.sleep(random.Random(turn).uniform(0, 0.5))
+        assert not (tmp_path / folder / "summary.json").exists()
         done = prsgd("train", "--resume", folder, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert summary(tmp_path / folder)["weights_sha256"] == summary(tmp_path / "whole")["weights_sha256"]
@@ -284,15 +290,77 @@ def test_a_comparison_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_one_run_that_fails_does_not_spoil_the_others(tmp_path: Path) -> None:
-    args = ["--workers", "2", "--epochs", "1", "--period", "1", "4", "--seeds", "1", "--out", "c"]
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "compare.json").write_text("{}")
+    folders.write_comparison(tmp_path / "c", variants({"workers": 2, "epochs": 1, "period": [1, 4], "seeds": [1]}))
     (tmp_path / "c" / "pr-sgd-period-4-seed-0").write_text("in the way")
-    done = prsgd("compare", *args, "--overwrite", cwd=tmp_path)
+    done = prsgd("compare", "--resume", "c", cwd=tmp_path)
     assert done.returncode == 1
     assert "pr-sgd period 4, seed 0: failed" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("prsgd compare: error: 1 run failed")
     assert "report: c/report.html" in done.stdout
+
+
+FILES = [
+    ("train", "config.json", "{}"),
+    ("train", "config.json", '{"workers": "8"}'),
+    ("train", "config.json", "[1]"),
+    ("train", "config.json", '{"task": "digits", "metod": "x"}'),
+    ("train", "summary.json", "{}"),
+    ("train", "summary.json", "xx"),
+    ("compare", "compare.json", "{}"),
+    ("compare", "compare.json", '{"runs": [1]}'),
+    ("compare", "compare.json", '{"runs": 5}'),
+    ("compare", "compare.json", '{"runs": [{}]}'),
+    ("compare", "compare.json", '{"runs": []}'),
+]
+
+
+@pytest.mark.parametrize(("command", "name", "content"), FILES, ids=str)
+def test_files_of_a_folder_that_are_not_what_they_should_be(
+    command: str, name: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(Config().resolve().to_json())
+    (tmp_path / name).write_text(content)
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--resume", str(tmp_path)])
+    assert stopped.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert name in line
+
+
+def test_overwriting_a_comparison_is_all_or_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "c" / "pr-sgd-period-8-seed-0"
+    run.mkdir(parents=True)
+    for path in (run.parent / "compare.json", run / "config.json", run / ".summary.json.4242"):
+        path.write_text("{}")
+    (run / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / "empty.toml").write_text("method = []\n")
+    for args in (["--out", "c", "--overwrite"], ["--config", "empty.toml", "--out", "c", "--overwrite"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(["compare", *args])
+        assert stopped.value.code == 2
+    assert "notes.txt is not ours: move it away" in (said := capsys.readouterr().err)
+    assert "method must have at least one value, got none" in said
+    (tmp_path / "empty.toml").unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+    (run / "notes.txt").unlink()
+    folders.claim(run.parent, marker="compare.json", resume=False, overwrite=True)
+    assert not any(run.parent.iterdir())
+
+
+def test_torchrun_with_more_processes_than_workers_is_refused(tmp_path: Path) -> None:
+    torchrun = Path(sys.executable).with_name("torchrun")
+    command = [str(torchrun), "--nproc-per-node", "2", "-m", "prsgd", "train", "--workers", "1", "--out", "a"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False, env=environment()
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("processes must be at most the number of workers 1, got 2") == 1
+    assert not (tmp_path / "a").exists()
 
 
 def test_variants() -> None:
@@ -307,3 +375,5 @@ def test_variants() -> None:
     assert [c.seed for c in variants({"period": [4], "seeds": [5, 6]})] == [5, 6]
     with pytest.raises(ValueError, match="workers takes one value"):
         variants({"workers": [2, 3]})
+    with pytest.raises(ValueError, match="method one-shot has no period, got 4"):
+        variants({"method": ["one-shot"], "period": [4]})

@@ -18,6 +18,7 @@ from prsgd import experiment, running
 from prsgd.checkpoint import fingerprint
 from prsgd.config import Config, lr_at
 from prsgd.data import Shards
+from prsgd.errors import CheckpointError
 from prsgd.tasks import digits
 
 QUICK = Config(task="digits", workers=4, period=4, epochs=3).resolve()
@@ -101,6 +102,42 @@ def test_stopped_and_continued_is_the_unbroken_run(tmp_path: Path, changes: dict
     assert dataclasses.replace(again, seconds=0) == dataclasses.replace(unbroken, seconds=0)
 
 
+def test_stopping_again_before_anything_was_recorded(tmp_path: Path) -> None:
+    """The newest checkpoint is damaged: records beyond the one before it are cut off, and none is new at the stop."""
+    config = dataclasses.replace(QUICK, period=32)
+    unbroken = go(config, tmp_path / "unbroken")
+    folder = tmp_path / "broken"
+    with pytest.raises(experiment.Stopped):
+        go(config, folder, after(100))
+    [*_, newest] = sorted((folder / "checkpoints").iterdir())
+    (newest / "rank-0.json").write_text("x")
+    with pytest.raises(experiment.Stopped), pytest.warns(UserWarning, match="passed over"):
+        go(config, folder, after(0))
+    assert not newest.exists()
+    assert go(config, folder).weights_sha256 == unbroken.weights_sha256
+    assert lines(folder) == lines(tmp_path / "unbroken")
+
+
+def test_records_that_were_lost_are_missed(tmp_path: Path) -> None:
+    with pytest.raises(experiment.Stopped):
+        go(QUICK, tmp_path, after(60))
+    (tmp_path / "records.jsonl").write_text("")
+    with pytest.raises(CheckpointError, match=r"records\.jsonl is shorter than when the checkpoint was written"):
+        go(QUICK, tmp_path)
+
+
+def test_two_in_one_folder(tmp_path: Path) -> None:
+    experiment.prepare(QUICK, tmp_path)
+
+    def second(progress: experiment.Progress) -> None:
+        with pytest.raises(CheckpointError, match="another process is training in"):
+            experiment.run(QUICK, tmp_path)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        experiment.run(QUICK, tmp_path, observe=second)
+
+
 @pytest.mark.timeout(180)
 def test_two_processes_train_what_one_does_and_stop_and_continue(tmp_path: Path) -> None:
     alone = go(QUICK, tmp_path / "alone")
@@ -163,10 +200,12 @@ def test_a_checkpoint_of_another_config_is_refused(tmp_path: Path) -> None:
         ({"batch_size": 0}, "batch_size must be"),
         ({"lr": 0.0}, "lr must be a finite number > 0, got 0.0"),
         ({"lr": -1.0}, "lr must be"),
+        ({"lr": 1e300}, "lr must be at most"),
+        ({"seed": 10**20}, "seed must be below"),
         ({"lr": float("nan")}, "lr must be a finite number > 0, got nan"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"momentum": -0.1}, "momentum must be"),
-        ({"weight_decay": float("inf")}, "weight_decay must be a finite number >= 0, got inf"),
+        ({"weight_decay": float("inf")}, r"weight_decay must be in \[0, 1e\+30\), got inf"),
         ({"task": "digit"}, "did you mean 'digits'"),
         ({"method": "prsgd"}, "did you mean 'pr-sgd'"),
         ({"model": "mpl"}, "did you mean 'mlp'"),
@@ -186,7 +225,11 @@ def test_bad_configs(changes: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [({"wrkers": 3}, "unknown key 'wrkers': did you mean 'workers'"), ({"task": 3}, "task must be a text, got 3")],
+    [
+        ({"wrkers": 3}, "unknown key 'wrkers': did you mean 'workers'"),
+        ({"task": 3}, "task must be a text, got 3"),
+        ({"workers": None}, "workers must have a value"),
+    ],
 )
 def test_configs_from_files(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

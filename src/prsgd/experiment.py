@@ -9,11 +9,13 @@ it hosts, rank 0 writes.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 
 import prsgd
 from prsgd import events, methods, splits, tasks
-from prsgd.checkpoint import Checkpoints, fingerprint, write
+from prsgd.checkpoint import Checkpoints, fingerprint, newest_common, write
 from prsgd.config import Config, lr_at
 from prsgd.data import Shards
 from prsgd.errors import CheckpointError, DivergedError
@@ -36,6 +38,7 @@ from prsgd.tasks.base import Data
 EVALUATE_AT_MOST = 5_000
 """Training samples in an evaluation; the test set is taken whole."""
 EVALUATE_BATCH = 500
+LOCK = ".lock"
 MODEL = "model.safetensors"
 """In a run's folder: the final model's state_dict."""
 
@@ -116,10 +119,8 @@ def run(
     ``should_stop`` is asked after each step: once it says yes, the run saves a checkpoint and raises ``Stopped``; in
     several processes it does so when the epoch ends, where all of them agree.
     """
-    if not tensorboard:
-        return _Run(config, folder, observe or _nobody, should_stop or _never).go()
-    with events.Events(folder) as also:
-        return _Run(config, folder, observe or _nobody, should_stop or _never, also.add).go()
+    with _locked(folder, _rank()):
+        return _Run(config, folder, observe or _nobody, should_stop or _never, tensorboard and _rank() == 0).go()
 
 
 def _nobody(_: Progress) -> None:
@@ -130,10 +131,6 @@ def _never() -> bool:
     return False
 
 
-def _no_lines(_: dict[str, Any]) -> None:
-    pass
-
-
 class _Run:
     def __init__(
         self,
@@ -141,10 +138,11 @@ class _Run:
         folder: Path,
         observe: Observer,
         should_stop: Callable[[], bool],
-        also: Callable[[dict[str, Any]], None] = _no_lines,
+        tensorboard: bool,
     ) -> None:
         self._config, self._folder, self._observe, self._should_stop = config, folder, observe, should_stop
-        self._also = also
+        self._tensorboard = tensorboard
+        self._events: events.Events | None = None
         self._task = tasks.find(config.task)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self._data = _to(self._task.load(), device)
@@ -187,8 +185,9 @@ class _Run:
         """Train to the end."""
         state = self._resume()
         if self._rank == 0:
-            self._file = (self._folder / "records.jsonl").open("a")
-            self._file.truncate(0 if state is None else state["records_bytes"])
+            self._file = _open_records(self._folder / "records.jsonl", 0 if state is None else state["records_bytes"])
+        if self._tensorboard:
+            self._events = events.Events(self._folder, from_step=self._step)
         try:
             with self._local:
                 if state is None:
@@ -197,8 +196,9 @@ class _Run:
             self._evaluation = None  # what was seen before the last average
             self._evaluate()
         finally:
-            if self._file is not None:
-                self._file.close()
+            for open_file in (self._file, self._events):
+                if open_file is not None:
+                    open_file.close()
         return self._summarize()
 
     def _train(self) -> None:
@@ -338,7 +338,8 @@ class _Run:
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
-            self._also(line)
+        if self._events is not None:
+            self._events.add(line)
 
     def _save(self) -> None:
         if self._file is not None:
@@ -377,15 +378,17 @@ class _Run:
     def _common_step(self) -> int | None:
         """The newest checkpoint that every process has whole."""
         steps = self._checkpoints.steps()
-        if self._alone:
-            return steps[-1] if steps else None
+        common = newest_common([steps] if self._alone else self._everyones(steps), self._folder)
+        self._checkpoints.forget_all_but([step for step in steps if common is not None and step <= common])
+        return common
+
+    def _everyones(self, steps: Sequence[int]) -> list[set[int]]:
         newest = torch.full((8,), -1, dtype=torch.int64)
         kept = steps[-len(newest) :]
         newest[: len(kept)] = torch.tensor(kept, dtype=torch.int64)
         rows = newest.expand(len(self._fleet.workers), -1).to(self._data.train_x.device, copy=True)
         everyones = self._fleet.comm.all_gather(rows).wait()
-        common = set.intersection(*({s for s in part.tolist() if s >= 0} for part in everyones))
-        return max(common, default=None)
+        return [{step for step in part.tolist() if step >= 0} for part in everyones]
 
     def _summarize(self) -> Summary:
         evaluation, totals = self._evaluation, self._totals
@@ -464,6 +467,33 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
     }
+
+
+def _open_records(path: Path, num_bytes: int) -> IO[str]:
+    """The run's lines up to the checkpoint; what was written after it will be written again."""
+    file = path.open("a")
+    if file.seek(0, 2) < num_bytes:
+        file.close()
+        raise CheckpointError(f"{path} is shorter than when the checkpoint was written: lines are missing")
+    file.truncate(num_bytes)
+    file.seek(0, 2)
+    return file
+
+
+@contextmanager
+def _locked(folder: Path, rank: int) -> Iterator[None]:
+    """Keep others from training in the same folder. Where a file system has no locks, they are trusted."""
+    if rank:
+        yield
+        return
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"another process is training in {folder}") from None
+        except OSError:
+            pass
+        yield
 
 
 def _to(data: Data, device: torch.device) -> Data:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from prsgd.config import Config
 from prsgd.errors import CheckpointError
 
 OURS = (
-    "config.json", "environment.json", "model.safetensors", "records.jsonl", "split.json", "summary.json",
+    ".lock", "config.json", "environment.json", "model.safetensors", "records.jsonl", "split.json", "summary.json",
     "checkpoints", "error.txt", "stop", "compare.json", "report.html", "figures", "curves.csv", "table.csv",
     "tensorboard",
 )  # fmt: skip
@@ -50,24 +51,50 @@ def claim(folder: Path, *, marker: str, resume: bool, overwrite: bool) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove what we put there, runs that were compared included."""
-    for path in folder.iterdir():
-        if path.is_dir() and (path / "config.json").exists():
-            clear(path)
-            path.rmdir()
-        elif path.name in OURS:
+    """Remove what we put there, runs that were compared included; nothing at all if there is anything else."""
+    runs = [path for path in folder.iterdir() if path.is_dir() and (path / "config.json").exists()]
+    for place in (folder, *runs):
+        for path in place.iterdir():
+            if path not in runs and not _is_ours(path.name):
+                raise ValueError(f"{path} is not ours: move it away before {folder} is overwritten")
+    for place in (*runs, folder):
+        for path in place.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _is_ours(name: str) -> bool:
+    """Also a file that was being written when its process was killed.
+
+    >>> _is_ours("summary.json"), _is_ours(".summary.json.4242"), _is_ours("thesis.txt")
+    (True, True, False)
+    """
+    return name in OURS or re.sub(r"^\.|\.\d+$", "", name) in OURS
 
 
 def read_config(folder: Path) -> Config:
     """The config of the run in ``folder``."""
-    return Config.from_dict(_read(folder / "config.json", "run"))
+    return _config(_read(folder / "config.json", "run"), folder / "config.json")
 
 
 def read_comparison(folder: Path) -> list[Config]:
     """The configs of the comparison in ``folder``."""
-    content = _read(folder / "compare.json", "comparison")
-    return [Config.from_dict(entry) for entry in content["runs"]]
+    path = folder / "compare.json"
+    runs = _read(path, "comparison").get("runs")
+    if not isinstance(runs, list) or not runs:
+        raise CheckpointError(f"{path} is not a comparison's: it lists no runs")
+    return [_config(entry, path) for entry in runs]
+
+
+def _config(values: Any, path: Path) -> Config:
+    try:
+        if not isinstance(values, dict):
+            raise ValueError(f"a config must be an object, got {values!r}")
+        config = Config.from_dict(values)
+        if config != config.resolve():
+            raise ValueError("choices are missing")
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a {_KINDS[path.name]}'s: {error}") from None
+    return config
 
 
 def same(saved: Config, given: dict[str, Any], folder: Path) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from prsgd import experiment, jobs, tasks
-from prsgd.checkpoint import Checkpoints, write
+from prsgd.checkpoint import Checkpoints, newest_common, write
 from prsgd.config import Config
-from prsgd.errors import LaunchError
+from prsgd.errors import CheckpointError, LaunchError
 from prsgd.experiment import Observer, Progress, Stopped, Summary
 from prsgd.launching import launch
 
@@ -36,8 +36,9 @@ def check(config: Config) -> None:
 
 def check_checkpoints(config: Config, folder: Path) -> None:
     """A CheckpointError if the run in ``folder`` cannot be continued."""
-    for rank in range(config.processes):
-        Checkpoints(folder, rank=rank).steps(on_damage=lambda _: None)
+    steps = [Checkpoints(folder, rank=rank).steps(on_damage=lambda _: None) for rank in range(config.processes)]
+    if not under_torchrun():  # there, other machines may have the others' files
+        newest_common(steps, folder)
 
 
 def plain_warnings() -> None:
@@ -155,10 +156,13 @@ def _job(task: Any, tell: Callable[[Any], None], stopped: Callable[[], bool]) ->
 
 def finished_run(folder: Path) -> Summary | None:
     """How the run in ``folder`` ended, if it did."""
+    place = folder / "summary.json"
     try:
-        return Summary(**json.loads((folder / "summary.json").read_bytes()))
+        return Summary(**json.loads(place.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{place} cannot be read: {error}") from None
 
 
 def last_line(error: Exception) -> str:
@@ -177,18 +181,22 @@ def note_failure(folder: Path, trace: str) -> Path | None:
     return place
 
 
-def join_torchrun(config: Config, folder: Path | None) -> tuple[Config, Path | None]:
-    """Join the job: it has a process count of its own, and rank 0's folder is everybody's."""
+def as_under_torchrun(config: Config) -> Config:
+    """torchrun has a process count of its own."""
+    return dataclasses.replace(config, processes=int(os.environ["WORLD_SIZE"])).resolve()
+
+
+def join_torchrun(folder: Path) -> Path:
+    """Join the job; rank 0's folder is everybody's."""
     import torch
 
     import prsgd
 
     comm = prsgd.init()
-    config = dataclasses.replace(config, processes=comm.num_workers)
     name = torch.zeros(4096, dtype=torch.uint8)
-    text = os.fsencode(folder) if folder is not None else b""
-    name[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else name[:0]
+    text = os.fsencode(folder)
+    name[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     if torch.cuda.is_available():
         name = name.cuda()
     shared = bytes(comm.broadcast(name).wait().cpu().tolist()).rstrip(b"\0")
-    return config, Path(os.fsdecode(shared)) if shared else None
+    return Path(os.fsdecode(shared))

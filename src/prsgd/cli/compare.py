@@ -28,7 +28,7 @@ def add(parser: Parser) -> None:
         "--seeds", type=int, nargs="+", metavar="S", help="one number: how many (3); several: these seeds"
     )
     where = add_place_options(parser)
-    where.add_argument("--jobs", type=int, metavar="J", help="runs at a time (one for each core)")
+    where.add_argument("--jobs", type=int, metavar="J", help="runs at a time (as many as the cores take)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,13 +61,13 @@ def run(args: argparse.Namespace) -> int:
     bad = [name for name, result in zip(names, results) if isinstance(result, Failure)]
     if len(bad) == len(results):
         fail("compare", f"no run came to its end; see above, and {folder}", code=1)
-    _report(folder, args.json)
+    _report(folder, args.json, bad)
     if bad:
         fail("compare", f"{number_of(len(bad), 'run')} failed: {'; '.join(bad)}", code=1)
     return 0
 
 
-def _report(folder: Path, as_json: bool) -> None:
+def _report(folder: Path, as_json: bool, bad: list[str]) -> None:
     print("writing the report ...", file=sys.stderr)
     from prsgd.report import page, read, series, verdict
     from prsgd.report.table import text_table
@@ -86,6 +86,7 @@ def _report(folder: Path, as_json: bool) -> None:
         ]
         table = [dataclasses.asdict(row) for row in series.rows(groups)]
         found = {"folder": str(folder), "report": str(place), "verdict": sentence, "table": table, "runs": runs}
+        found["failed"] = bad
         print(json.dumps(found))
         return
     print(f"\n{text_table(groups)}\n\n{textwrap.fill(sentence, 80)}\n\nreport: {place}")
@@ -99,7 +100,7 @@ def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
 
     given = merged(args, (*RUN, "seeds", "jobs"))
     jobs = given.pop("jobs", None)
-    at_once = whole_number("jobs", jobs, at_least=1) if jobs is not None else os.cpu_count() or 1
+    at_once = None if jobs is None else whole_number("jobs", jobs, at_least=1)
     if args.tensorboard:
         events.check()
     if args.resume is not None:
@@ -111,14 +112,17 @@ def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
         configs = variants(given)
         folder = args.out or new_folder(f"compare-{configs[0].task}")
     running.plain_warnings()
+    if at_once is None:
+        at_once = max(1, (os.cpu_count() or 1) // max(c.processes for c in configs))
     for config in {dataclasses.replace(c, seed=0, method="pr-sgd", period=1, overlap=0): c for c in configs}.values():
         running.check(config)
     if args.resume is not None:
         for config in configs:
             running.check_checkpoints(config, folder / config.folder_name)
+            running.finished_run(folder / config.folder_name)
     folders.claim(folder, marker="compare.json", resume=args.resume is not None, overwrite=args.overwrite)
     folders.write_comparison(folder, configs)
-    return configs, folder, max(1, at_once // max(c.processes for c in configs))
+    return configs, folder, at_once
 
 
 def variants(given: dict[str, Any]) -> list[Config]:
@@ -139,6 +143,11 @@ def variants(given: dict[str, Any]) -> list[Config]:
         if len(several) != 1:
             raise ValueError(f"{key} takes one value, got {several!r}")
     rest = {key: several[0] for key, several in values.items()}
+    for key, choices in (("method", names), ("overlap", overlaps), ("seeds", seeds), ("period", periods)):
+        if choices is not None and not choices:
+            raise ValueError(f"{key} must have at least one value, got none")
+    if periods is not None and not any(methods.find(name).has_period for name in names):
+        raise ValueError(f"method {' and '.join(names)} has no period, got {periods[0]}")
     found: dict[Config, None] = {}
     for name, overlap, seed in product(names, overlaps, seeds):
         has_period = methods.find(name).has_period

@@ -60,8 +60,23 @@ def add_place_options(parser: Parser) -> argparse._ArgumentGroup:
     return where
 
 
+PLACES = ("out", "resume")
+SWITCHES = ("overwrite", "json", "tensorboard")
+
+
 def merged(args: argparse.Namespace, keys: tuple[str, ...]) -> dict[str, Any]:
-    """What was given, on the command line or else in the file."""
-    given = read_toml(args.config, keys) if args.config is not None else {}
-    typed = {key: getattr(args, key) for key in keys}
+    """What was given of ``keys``, on the command line or else in the file, whose other options go into ``args``."""
+    given = read_toml(args.config, (*keys, *PLACES, *SWITCHES)) if args.config is not None else {}
+    for key in PLACES:
+        value = given.pop(key, None)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{key} must be a text, got {value!r}")
+        if getattr(args, key) is None and value is not None:
+            setattr(args, key, Path(value))
+    for key in SWITCHES:
+        value = given.pop(key, False)
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} must be true or false, got {value!r}")
+        setattr(args, key, getattr(args, key) or value)
+    typed = {key: getattr(args, key, None) for key in keys}
     return {**given, **{key: value for key, value in typed.items() if value is not None}}

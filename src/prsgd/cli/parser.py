@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -63,7 +64,8 @@ def refusing(command: str) -> Iterator[None]:
 
 
 def fail(command: str, message: str, *, code: int) -> NoReturn:
-    print(f"prsgd {command}: error: {' '.join(message.split())}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun all say the same
+        print(f"prsgd {command}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from prsgd.cli.parser import fail
-from prsgd.errors import LaunchError, PrsgdError
+from prsgd.errors import DivergedError, LaunchError, PrsgdError
 from prsgd.experiment import Stopped
 from prsgd.running import last_line, note_failure
 
@@ -42,21 +42,27 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 @contextmanager
 def failing(command: str, folder: Path) -> Iterator[None]:
     """While training: what goes wrong is one line and exit 1; the traceback of a surprise lies in the folder."""
-    hint = f"; the last checkpoint is kept, continue with --resume {folder}"
+
+    def hint() -> str:
+        kept = any(folder.glob("**/manifest-*.json"))
+        return f"; the last checkpoint is kept, continue with --resume {folder}" if kept else ""
+
     try:
         yield
     except Stopped:
         raise
     except LaunchError as error:
-        fail(command, last_line(error) + hint, code=1)
+        fail(command, last_line(error) + hint(), code=1)
+    except DivergedError as error:
+        fail(command, str(error), code=1)  # to continue would end in the same way
     except PrsgdError as error:
-        fail(command, str(error) + hint, code=1)
+        fail(command, str(error) + hint(), code=1)
     except OSError as error:
-        fail(command, f"{error.filename or folder}: {error.strerror or error}{hint}", code=1)
+        fail(command, f"{error.filename or folder}: {error.strerror or error}{hint()}", code=1)
     except Exception as error:
         place = note_failure(folder, traceback.format_exc())
         kept = f" (the traceback is in {place})" if place is not None else ""
-        fail(command, f"{type(error).__name__}: {error}{kept}{hint}", code=1)
+        fail(command, f"{type(error).__name__}: {error}{kept}{hint()}", code=1)
 
 
 def new_folder(name: str) -> Path:

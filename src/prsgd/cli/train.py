@@ -77,7 +77,9 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
 
     torch.set_num_threads(1)
     running.plain_warnings()
-    given = merged(args, (*RUN, "seed"))
+    given = merged(args, (*RUN, "seed", "seeds"))
+    if "seeds" in given:
+        given["seed"] = given.pop("seeds")
     if args.tensorboard:
         events.check()
     if args.resume is not None:
@@ -90,9 +92,13 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
     else:
         config = Config.from_dict(given).resolve()
         folder = args.out or new_folder(f"{config.task}-{config.folder_name}")
-    running.check(config)
     if running.under_torchrun():
-        config, folder = running.join_torchrun(config, folder)
+        config = running.as_under_torchrun(config)
+    running.check(config)
+    if args.resume is not None:
+        running.finished_run(folder)
+    if running.under_torchrun():
+        folder = running.join_torchrun(folder)
     first = os.environ.get("RANK", "0") == "0"
     if first:
         folders.claim(folder, marker="config.json", resume=args.resume is not None, overwrite=args.overwrite)

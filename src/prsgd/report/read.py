@@ -122,11 +122,22 @@ def read(folders: Sequence[Path]) -> list[Run]:
     return list(found.values())
 
 
+_NEEDED = ("task", "model", "method", "workers", "seed")
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("task", "model", "method", "split"), (str,)),
+    **dict.fromkeys(("workers", "seed", "period", "overlap", "epochs", "steps", "batch_size", "processes"), (int,)),
+    **dict.fromkeys(("lr", "momentum", "weight_decay"), (int, float)),
+}
+
+
 def _read_run(folder: Path) -> Run:
     config = _object(folder / "config.json")
-    for key in ("task", "model", "method", "workers", "seed"):
-        if config.get(key) is None:
+    for key, kinds in _KINDS.items():
+        value = config.get(key)
+        if value is None and key in _NEEDED:
             raise ValueError(f"{folder / 'config.json'}: {key} is missing")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            raise ValueError(f"{folder / 'config.json'}: {key} cannot be {value!r}")
     averages, evaluations = _records(folder / "records.jsonl")
     optional = {name: folder / f"{name}.json" for name in ("environment", "summary", "split")}
     given = {name: _object(path) if path.is_file() else None for name, path in optional.items()}

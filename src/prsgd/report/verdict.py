@@ -42,6 +42,8 @@ class _Found:
     name: str
     score: Measured
     loss: float
+    diverged: bool
+    """Did any of its seeds?"""
     by_accuracy: bool
     rounds: float
     megabytes: float
@@ -53,7 +55,15 @@ class _Found:
         assert row.megabytes is not None
         loss = row.train_loss
         score = row.test_accuracy or Measured(-loss.mean, loss.spread, loss.seeds)
-        return cls(row.name, score, loss.mean, row.test_accuracy is not None, row.rounds, row.megabytes)
+        return cls(
+            row.name,
+            score,
+            loss.mean,
+            "diverged" in row.state,
+            row.test_accuracy is not None,
+            row.rounds,
+            row.megabytes,
+        )
 
     @property
     def value(self) -> str:
@@ -87,7 +97,7 @@ class _Found:
 
 def _compare(base: _Found, others: Sequence[_Found]) -> list[str]:
     what = "accuracy" if base.by_accuracy else "training loss"
-    good = [other for other in others if other.reached(base)]
+    good = [other for other in others if other.reached(base) and not other.diverged]
     if not good:
         near = min(others, key=lambda other: other.behind(base))
         loses = f"loses {near.behind(base):.1f} points" if base.by_accuracy else f"ends at {near.value}"
@@ -145,7 +155,9 @@ def _unlike(groups: Sequence[Group]) -> str:
 
 def _left_out(groups: Sequence[Group]) -> str:
     names = [f"{group.name} ({group.state})" for group in groups if not group.finished]
-    return f" Not counted: {'; '.join(names)}." if names else ""
+    partly = [f"{group.name} ({group.state})" for group in groups if group.finished and group.state]
+    text = f" Not counted: {'; '.join(names)}." if names else ""
+    return text + (f" Counted in part: {'; '.join(partly)}." if partly else "")
 
 
 def _rounds(count: float) -> str:
