@@ -44,9 +44,10 @@ def main() -> None:
         seconds = time.monotonic() - began
         print(f"unbroken: {seconds:.1f} s, {weights(whole)[:16]}", flush=True)
         chance = random.Random(args.seed)
-        equal = broken = 0
-        for turn in range(args.times):
-            folder = Path(place) / f"turn-{turn}"
+        equal = broken = turn = attempt = 0
+        while turn < args.times:
+            folder = Path(place) / f"attempt-{attempt}"
+            attempt += 1
             command, kills = prsgd(*run, "--out", str(folder)), 0
             while not (folder / "summary.json").exists():
                 with subprocess.Popen(
@@ -61,9 +62,11 @@ def main() -> None:
                         kills += 1
                 begun = (folder / "config.json").exists()
                 command = prsgd("--resume", str(folder)) if begun else prsgd(*run, "--out", str(folder), "--overwrite")
+            if not kills:
+                continue  # it was faster: it does not count
             same = weights(folder) == weights(whole)
-            equal, broken = equal + same, broken + kills
-            print(f"turn {turn + 1}: killed {kills} times, {'equal' if same else 'DIFFERENT'}", flush=True)
+            equal, broken, turn = equal + same, broken + kills, turn + 1
+            print(f"turn {turn}: killed {kills} times, {'equal' if same else 'DIFFERENT'}", flush=True)
         print(f"{equal} of {args.times} equal after {broken} kills")
 
 

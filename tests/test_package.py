@@ -36,7 +36,7 @@ ORDER = [
     "errors", "_check", "splits", "data", "datasets", "records", "schedules", "worker", "comm", "averaging", "state",
     "buffers", "optimizer_state", "vectorized", "fleet", "entering", "ledger", "flight", "tower",
     "local_sgd", "launching", "tasks", "methods", "config", "checkpoint",
-    "events", "experiment", "folders", "jobs", "running", "report", "cli", "__main__",
+    "events", "experiment", "folders", "jobs", "running", "report", "theory", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""The paper's theory as numbers: bounds from constants. Imports neither torch nor the loop."""
