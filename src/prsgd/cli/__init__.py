@@ -13,6 +13,7 @@ COMMANDS = {
     "compare": "train one task with several methods or periods, and report side by side",
     "train": "one run",
     "report": "one HTML page with every figure, of runs that are there",
+    "plan": "how often to average: what the theory guarantees, what it costs",
     "data": "fetch, check and keep data sets",
 }
 """Each is ``prsgd.cli.NAME`` with ``add(parser)`` and ``run(args, parser)``."""

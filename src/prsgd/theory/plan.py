@@ -1,0 +1,270 @@
+"""How often to average: what the theory guarantees, what it costs, and what fits into a time budget.
+
+    seconds of a step, on average = step + max(0, transfer - overlap * step) / period
+
+An average travels while ``overlap`` steps are taken; what they do not hide is waited for. So fewer averages buy more
+steps within a budget, and more steps make Theorem 1's first term smaller while the period makes its second term larger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from prsgd._check import one_of, positive, whole_number
+from prsgd.theory.bounds import (
+    Bound,
+    Problem,
+    gradient_bound,
+    largest_period,
+    period_is_guaranteed,
+    speedup_lr,
+    steps_for_speedup,
+)
+
+PERIODS = tuple(2**i for i in range(11))
+"""1 ... 1024."""
+OVERLAPS = (0, 1, 4)
+SHAPES = ("all-reduce", "parameter-server")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries the averages between workers that are all alike.
+
+    >>> link = Link(bytes_per_second=125e6, latency_seconds=1e-3)
+    >>> round(link.average_seconds(100_000_000, workers=8), 9)  # ring: 2 (N - 1) / N of the bytes, 2 (N - 1) messages
+    1.414
+    """
+
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+    shape: str = "all-reduce"
+
+    def __post_init__(self) -> None:
+        positive("bytes_per_second", self.bytes_per_second)
+        if not 0 <= self.latency_seconds < math.inf:
+            raise ValueError(f"latency_seconds must be a finite number >= 0, got {self.latency_seconds!r}")
+        one_of("shape", self.shape, SHAPES)
+
+    def average_seconds(self, num_bytes: int, *, workers: int) -> float:
+        """From the last worker's arrival to everybody's mean.
+
+        In a ring, N - 1 turns to add up and N - 1 to spread, each of 1/N of the bytes. Through a server, whose link
+        carries N - 1 models in and N - 1 out.
+        """
+        if workers == 1:
+            return 0.0
+        hops = 2 * (workers - 1)
+        if self.shape == "all-reduce":
+            return hops * (num_bytes / workers / self.bytes_per_second + self.latency_seconds)
+        return hops * num_bytes / self.bytes_per_second + 2 * self.latency_seconds
+
+    def bytes_sent(self, num_bytes: int, *, workers: int) -> int:
+        """Per worker and average, the server's own left out."""
+        if workers == 1:
+            return 0
+        return round(2 * (workers - 1) * num_bytes / workers) if self.shape == "all-reduce" else num_bytes
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to average."""
+
+    period: int
+    overlap: int
+    rounds: int
+    bytes_sent: int
+    """Per worker, in the whole run."""
+    seconds: float
+    """Of the whole run."""
+    seconds_per_step: float
+    """On average, with what is waited for."""
+    guaranteed: bool
+    """Does Corollary 1, part 2 cover it?"""
+    steps_in_budget: int | None = None
+    """How many steps fit into the budget."""
+    lr: float | None = None
+    """The one that minimises Theorem 1's bound for so many steps."""
+    bound: Bound | None = None
+    """Theorem 1's, with that lr and so many steps; None without constants."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known before a run."""
+
+    workers: int
+    steps: int
+    guaranteed_period: int
+    """The largest that Corollary 1, part 2 covers at overlap 1; 1 if it covers none."""
+    is_vacuous: bool
+    """Does the guarantee reach no further than averaging after every step?"""
+    problem: Problem | None
+    budget_seconds: float
+    options: tuple[Option, ...]
+    """Every period with every overlap that it can have."""
+    chosen: Option
+    reasons: tuple[str, ...]
+    """Sentences."""
+
+    def option(self, period: int, overlap: int = 0) -> Option:
+        return next(o for o in self.options if (o.period, o.overlap) == (period, overlap))
+
+
+def make_plan(
+    *,
+    workers: int,
+    steps: int,
+    model_bytes: int,
+    step_seconds: float,
+    link: Link,
+    problem: Problem | None = None,
+    budget_seconds: float | None = None,
+    periods: Sequence[int] = PERIODS,
+    overlaps: Sequence[int] = OVERLAPS,
+) -> Plan:
+    """How often to average, for a run of ``steps`` steps or, with a budget, for as many as fit into it.
+
+    With the problem's constants, the choice minimises Theorem 1's bound within the budget (without one: the time that
+    ``steps`` take with the cheapest option). Without constants it is the guaranteed period, or, where the guarantee
+    says nothing, the smallest period at which waiting for averages costs less than a tenth of the time.
+
+    >>> link = Link(bytes_per_second=125e6)
+    >>> plan = make_plan(workers=8, steps=58_500, model_bytes=1_100_000, step_seconds=0.02, link=link)
+    >>> plan.guaranteed_period, plan.chosen.period, plan.chosen.overlap
+    (3, 2, 1)
+    """
+    workers, steps = whole_number("workers", workers, at_least=1), whole_number("steps", steps, at_least=1)
+    model_bytes = whole_number("model_bytes", model_bytes, at_least=1)
+    step_seconds = positive("step_seconds", step_seconds)
+    transfer = link.average_seconds(model_bytes, workers=workers)
+    combinations = [(i, d) for i in sorted(set(periods)) for d in sorted(set(overlaps)) if d <= i]
+    pace = {(i, d): step_seconds + max(0.0, transfer - d * step_seconds) / i for i, d in combinations}
+    if budget_seconds is None:
+        budget_seconds = steps * min(pace.values())
+    positive("budget_seconds", budget_seconds)
+    per_round = link.bytes_sent(model_bytes, workers=workers)
+    options = tuple(
+        _option(i, d, pace[i, d], workers, steps, per_round, problem, budget_seconds) for i, d in combinations
+    )
+    guaranteed = largest_period(workers=workers, steps=steps)
+    covered = period_is_guaranteed(workers=workers, steps=steps, period=guaranteed)
+    vacuous = guaranteed == 1 or not covered
+    chosen, reasons = _choose(options, problem, guaranteed, vacuous, step_seconds, transfer)
+    if vacuous and workers > 1:
+        needed = steps_for_speedup(workers=workers, period=2)
+        reasons = (
+            *reasons,
+            f"The theory guarantees no period above 1 here: T = {steps:,} steps, and period 2 would need {needed:,}.",
+        )
+    if problem is not None:
+        lr = speedup_lr(problem, workers=workers, steps=steps)
+        reasons = (
+            *reasons,
+            f"Corollary 1's lr for {steps:,} steps is {lr:.3g}; the bound's own best is {chosen.lr:.3g}.",
+        )
+    return Plan(workers, steps, guaranteed, vacuous, problem, budget_seconds, options, chosen, reasons)
+
+
+def best_lr(problem: Problem, *, workers: int, steps: int, period: int, overlap: int) -> float:
+    """The lr that minimises Theorem 1's bound, at most 1/L.
+
+    a / lr + b lr^2 + c lr has its minimum where 2 b lr^3 + c lr^2 = a, which has one positive root.
+
+    >>> problem = Problem(smoothness=1.0, noise=0.0, grad_second_moment=1.0, gap=4.0)
+    >>> round(best_lr(problem, workers=1, steps=1000, period=1, overlap=1), 6)  # lr^3 = 8/1000 / 8
+    0.1
+    """
+    one = gradient_bound(problem, workers=workers, steps=steps, lr=1.0, period=period, overlap=overlap)
+    top = 1 / problem.smoothness
+    low, high = 0.0, top
+    if 2 * one.drift * top**3 + one.noise * top**2 <= one.initial:
+        return top
+    for _ in range(200):
+        middle = (low + high) / 2
+        if 2 * one.drift * middle**3 + one.noise * middle**2 < one.initial:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def bound_after(plan: Plan, option: Option, seconds: float) -> float:
+    """Theorem 1's bound after so long with this option, at the lr that is best for so many steps."""
+    assert plan.problem is not None
+    steps = max(1, int(seconds / option.seconds_per_step))
+    how = {"workers": plan.workers, "steps": steps, "period": option.period, "overlap": option.overlap}
+    return gradient_bound(plan.problem, lr=best_lr(plan.problem, **how), **how).total
+
+
+def frontier(options: Iterable[Option]) -> list[Option]:
+    """Those that no other beats in both time and bytes, fastest first."""
+    found: list[Option] = []
+    for option in sorted(options, key=lambda o: (o.seconds, o.bytes_sent)):
+        if not found or option.bytes_sent < found[-1].bytes_sent:
+            found.append(option)
+    return found
+
+
+def _option(
+    period: int,
+    overlap: int,
+    pace: float,
+    workers: int,
+    steps: int,
+    bytes_per_round: int,
+    problem: Problem | None,
+    budget_seconds: float,
+) -> Option:
+    rounds = math.ceil(steps / period)
+    fitting = max(1, int(budget_seconds / pace * (1 + 1e-12)))
+    lr = bound = None
+    if problem is not None:
+        lr = best_lr(problem, workers=workers, steps=fitting, period=period, overlap=overlap)
+        bound = gradient_bound(problem, workers=workers, steps=fitting, lr=lr, period=period, overlap=overlap)
+    return Option(
+        period=period,
+        overlap=overlap,
+        rounds=rounds,
+        bytes_sent=rounds * bytes_per_round,
+        seconds=steps * pace,
+        seconds_per_step=pace,
+        guaranteed=period_is_guaranteed(workers=workers, steps=steps, period=period, overlap=overlap),
+        steps_in_budget=fitting,
+        lr=lr,
+        bound=bound,
+    )
+
+
+def _choose(
+    options: Sequence[Option],
+    problem: Problem | None,
+    guaranteed: int,
+    vacuous: bool,
+    step_seconds: float,
+    transfer: float,
+) -> tuple[Option, tuple[str, ...]]:
+    if problem is not None:
+        chosen = min(options, key=lambda o: (o.bound.total if o.bound is not None else math.inf, o.bytes_sent))
+        assert chosen.bound is not None
+        return chosen, (
+            f"Period {chosen.period} with overlap {chosen.overlap} minimises Theorem 1's bound within the time: "
+            f"{chosen.bound.total:.3g}, of which most is {chosen.bound.dominant}.",
+        )
+    steps = options[0].rounds * options[0].period
+    if not vacuous:
+        able = [o for o in options if o.guaranteed]
+        chosen = min(able, key=lambda o: (o.seconds, o.bytes_sent))
+        return chosen, (
+            f"Period {chosen.period} with overlap {chosen.overlap} is the fastest that Corollary 1 covers (periods up "
+            f"to {guaranteed} at overlap 1).",
+        )
+    cheap = [o for o in options if o.seconds <= 1.1 * steps * step_seconds]
+    chosen = min(cheap or options, key=lambda o: (o.period, o.seconds) if cheap else (o.seconds, o.period))
+    return chosen, (
+        f"An average takes {transfer / step_seconds:.3g} steps' time; at period {chosen.period} with overlap "
+        f"{chosen.overlap} waiting costs {max(0.0, chosen.seconds / (steps * step_seconds) - 1):.1%} of the computing. "
+        "This is a choice by cost, not by theory.",
+    )

@@ -1,0 +1,162 @@
+"""Plans: costs by hand, the choice against an exhaustive search, the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prsgd import units
+from prsgd.cli import main
+from prsgd.theory.bounds import Problem, gradient_bound
+from prsgd.theory.plan import Link, best_lr, frontier, make_plan
+
+LAN = Link(bytes_per_second=125e6)
+PROBLEM = Problem(smoothness=10.0, noise=1.0, grad_second_moment=4.0, gap=2.3)
+sizes = st.floats(1e-2, 1e2)
+
+
+def test_costs_by_hand() -> None:
+    """100 MB among 4 at 125 MB/s: 2 * 3/4 * 0.8 s = 1.2 s an average, 150 MB sent; a step takes 0.5 s."""
+    plan = make_plan(workers=4, steps=1000, model_bytes=10**8, step_seconds=0.5, link=LAN, overlaps=(0, 1, 2, 4))
+    blocking = plan.option(period=8)
+    assert blocking.seconds == pytest.approx(1000 * 0.5 + 125 * 1.2)
+    assert (blocking.rounds, blocking.bytes_sent) == (125, 125 * 150_000_000)
+    assert plan.option(8, 1).seconds == pytest.approx(1000 * 0.5 + 125 * 0.7)
+    assert plan.option(8, 2).seconds == pytest.approx(1000 * 0.5 + 125 * 0.2)
+    assert plan.option(8, 4).seconds == pytest.approx(1000 * 0.5)  # wholly hidden
+    assert plan.option(1024).rounds == 1
+    assert (2, 4) not in {(o.period, o.overlap) for o in plan.options}  # no more overlap than the period
+    server = Link(bytes_per_second=125e6, latency_seconds=0.1, shape="parameter-server")
+    assert server.average_seconds(10**8, workers=4) == pytest.approx(6 * 0.8 + 0.2)
+    assert server.bytes_sent(10**8, workers=4) == 10**8
+    slow = Link(bytes_per_second=125e6, latency_seconds=0.1)
+    assert slow.average_seconds(10**8, workers=4) == pytest.approx(1.2 + 0.6)
+    assert slow.average_seconds(10**8, workers=1) == 0
+
+
+def test_the_guarantee_of_the_papers_set_up() -> None:
+    ten = make_plan(workers=8, steps=1950, model_bytes=1_080_000, step_seconds=0.15, link=LAN)
+    assert (ten.guaranteed_period, ten.is_vacuous) == (1, True)
+    assert "no period above 1" in ten.reasons[-1]
+    assert "period 2 would need 8,192" in ten.reasons[-1]
+    full = make_plan(workers=8, steps=58_500, model_bytes=1_080_000, step_seconds=0.15, link=LAN)
+    assert (full.guaranteed_period, full.is_vacuous) == (3, False)
+    assert full.chosen.guaranteed
+    assert not full.option(4, 1).guaranteed
+    assert full.option(4, 0).guaranteed  # I + d - 1 = 3
+
+
+@given(st.builds(Problem, smoothness=sizes, noise=sizes, grad_second_moment=sizes, gap=sizes), st.integers(1, 64),
+       st.integers(1, 10**5), st.integers(1, 100), st.integers(0, 1))  # fmt: skip
+def test_no_other_lr_is_better(problem: Problem, workers: int, steps: int, period: int, overlap: int) -> None:
+    def total(lr: float) -> float:
+        return gradient_bound(problem, workers=workers, steps=steps, lr=lr, period=period, overlap=overlap).total
+
+    lr = best_lr(problem, workers=workers, steps=steps, period=period, overlap=overlap)
+    assert 0 < lr <= 1 / problem.smoothness
+    for other in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0):
+        if lr * other <= 1 / problem.smoothness:
+            assert total(lr) <= total(lr * other) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("hours", [0.1, 1.0, 30.0])
+def test_the_choice_minimises_the_bound_within_the_budget(hours: float) -> None:
+    budget = 3600 * hours
+    link = Link(bytes_per_second=12.5e6)
+    plan = make_plan(
+        workers=8, steps=10_000, model_bytes=10**8, step_seconds=0.1, link=link, problem=PROBLEM, budget_seconds=budget
+    )
+    transfer = link.average_seconds(10**8, workers=8)
+    best = math.inf
+    for option in plan.options:
+        pace = 0.1 + max(0.0, transfer - option.overlap * 0.1) / option.period
+        steps = max(1, int(budget / pace))
+        assert option.steps_in_budget == pytest.approx(steps, abs=1)
+        for lr in (0.1 * 0.9**k for k in range(120)):
+            bound = gradient_bound(PROBLEM, workers=8, steps=steps, lr=lr, period=option.period, overlap=option.overlap)
+            best = min(best, bound.total)
+    assert plan.chosen.bound is not None
+    assert plan.chosen.bound.total <= best * 1.001
+    assert plan.chosen.bound.total >= best * 0.99
+
+
+def test_on_a_slow_link_fewer_averages_win() -> None:
+    """Theorem 1 itself prefers longer rounds when averages are dear and the noise is large."""
+    noisy = Problem(smoothness=1.0, noise=100.0, grad_second_moment=100.0, gap=10.0)
+    chosen = []
+    for rate in (1e12, 1e6):
+        plan = make_plan(
+            workers=4, steps=10**6, model_bytes=10**8, step_seconds=0.1, link=Link(rate), problem=noisy,
+            budget_seconds=1e6, overlaps=(0,),
+        )  # fmt: skip
+        chosen.append(plan.chosen.period)
+    assert chosen[0] == 1
+    assert chosen[1] > 1
+
+
+def test_frontier() -> None:
+    plan = make_plan(workers=4, steps=1000, model_bytes=10**8, step_seconds=0.5, link=LAN)
+    edge = frontier(plan.options)
+    assert [o.seconds for o in edge] == sorted(o.seconds for o in edge)
+    for option in plan.options:
+        assert any(e.seconds <= option.seconds and e.bytes_sent <= option.bytes_sent for e in edge)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["plan", "--workers", "8", "--steps", "100000", "--bandwidth", "1Gbit"]) == 0
+    shown = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert "assumed: parameters 25M" in shown
+    assert "Period 4 with overlap 0 is the fastest that Corollary 1 covers" in shown
+    paper = ["plan", "--workers", "8", "--epochs", "10", "--samples", "50000", "--parameters", "270k"]
+    assert main([*paper, "--json", "--plot", str(tmp_path / "p.png")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["steps"], found["guaranteed_period"], found["is_vacuous"]) == (1950, 1, True)
+    assert (tmp_path / "p.png").stat().st_size > 5000
+    assert main(paper) == 0
+    assert "From the literature and our own runs, not from the theorems" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "the following arguments are required: --workers"),
+        (["--workers", "8"], "how long? give --steps, or --epochs with --samples"),
+        (["--workers", "0", "--steps", "9"], "workers must be a whole number >= 1, got 0"),
+        (["--workers", "8", "--steps", "0"], "steps must be a whole number >= 1, got 0"),
+        (["--workers", "8", "--steps", "9", "--epochs", "3"], "two ways to say how long"),
+        (["--workers", "8", "--epochs", "3", "--samples", "9"], "samples must be at least workers x batch_size, got 9"),
+        (["--workers", "8", "--steps", "9", "--bandwidth", "fast"], "bandwidth must be a number with a unit such as"),
+        (["--workers", "8", "--steps", "9", "--bandwidth", "0Gbit"], "bandwidth must be above 0, got '0Gbit'"),
+        (["--workers", "8", "--steps", "9", "--latency", "3"], "latency must be a time with a unit such as"),
+        (["--workers", "8", "--steps", "9", "--parameters", "1.5"], "parameters must be a whole number >= 1 such as"),
+        (["--workers", "8", "--steps", "9", "--gap", "1"], "the bound needs all four constants, smoothness, noise"),
+        (["--workers", "8", "--steps", "9", "--shape", "rng"], "shape must be one of 'all-reduce', 'parameter-server'"),
+        (["--workers", "8", "--steps", "9", "--plot", "/nowhere/p.png"], "plot cannot be written: /nowhere/p.png"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *args])
+    assert stopped.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_units() -> None:
+    assert units.bytes_per_second("b", "1GB/s") == 1e9
+    assert units.bytes_per_second("b", "2.5 Gbit/s") == 312.5e6
+    assert units.seconds("t", "1.5h") == 5400
+    assert units.count("n", "0.27M") == 270_000
+    for bad in ("1", "1 parsec", "-5ms", "nanms", ""):
+        with pytest.raises(ValueError, match="t must be"):
+            units.seconds("t", bad)
+    for bad in ("1Gb", "1", "Gbit", "-1Gbit", "infGbit"):
+        with pytest.raises(ValueError, match="b must be"):
+            units.bytes_per_second("b", bad)
