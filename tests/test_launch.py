@@ -104,7 +104,12 @@ def test_when_the_parent_goes_so_do_the_ranks(how: signal.Signals, tmp_path: Pat
     script.write_text(SCRIPT)
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    parent = subprocess.Popen([sys.executable, str(script), str(folder)], env=environment, stdout=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     try:
         deadline = time.monotonic() + 60
         while len([f for f in folder.iterdir() if f.read_text()]) < 2:
