@@ -134,13 +134,14 @@ def make_plan(
     >>> link = Link(bytes_per_second=125e6)
     >>> plan = make_plan(workers=8, steps=58_500, model_bytes=1_100_000, step_seconds=0.02, link=link)
     >>> plan.guaranteed_period, plan.chosen.period, plan.chosen.overlap
-    (3, 2, 1)
+    (3, 3, 1)
     """
     workers, steps = whole_number("workers", workers, at_least=1), whole_number("steps", steps, at_least=1)
     model_bytes = whole_number("model_bytes", model_bytes, at_least=1)
     step_seconds = positive("step_seconds", step_seconds)
     transfer = link.average_seconds(model_bytes, workers=workers)
-    combinations = [(i, d) for i in sorted(set(periods)) for d in sorted(set(overlaps)) if d <= i]
+    guaranteed = largest_period(workers=workers, steps=steps)
+    combinations = [(i, d) for i in sorted({*periods, guaranteed}) for d in sorted(set(overlaps)) if d <= i]
     pace = {(i, d): step_seconds + max(0.0, transfer - d * step_seconds) / i for i, d in combinations}
     if budget_seconds is None:
         budget_seconds = steps * min(pace.values())
@@ -149,7 +150,6 @@ def make_plan(
     options = tuple(
         _option(i, d, pace[i, d], workers, steps, per_round, problem, budget_seconds) for i, d in combinations
     )
-    guaranteed = largest_period(workers=workers, steps=steps)
     covered = period_is_guaranteed(workers=workers, steps=steps, period=guaranteed)
     vacuous = guaranteed == 1 or not covered
     chosen, reasons = _choose(options, problem, guaranteed, vacuous, step_seconds, transfer)
