@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from prsgd.local_sgd import LocalSGD
     from prsgd.records import Record
     from prsgd.schedules import Now, Round, Schedule, every, growing, once, per_worker
+    from prsgd.theory.probe import probe
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ _HOME = {
     "mean": "averaging.mean",
     "once": "schedules",
     "per_worker": "schedules",
+    "probe": "theory.probe",
 }
 
 __all__ = [
@@ -92,6 +94,7 @@ __all__ = [
     "mean",
     "once",
     "per_worker",
+    "probe",
 ]
 
 

@@ -1,1 +1,1 @@
-"""The paper's theory as numbers: bounds from constants. Imports neither torch nor the loop."""
+"""The paper's theory as numbers: bounds and plans from constants, and a probe that estimates them. Never the loop."""

@@ -6,8 +6,8 @@ gamma ``lr``, L ``smoothness``, sigma^2 ``noise``, G^2 ``grad_second_moment``, f
 All of it is for plain SGD with uniform weights: momentum is not covered. The bounds are on squared norms of the
 gradient at the consensus, averaged over the run. Theorem 1 is printed for Algorithm 1, which is overlap 1. Its proof
 needs of the overlap only how many steps lie between a snapshot and a gradient that is taken before the next one lands:
-at most I + d - 1 (docs/theory.md). So the paper's formulas hold with I + d - 1 in the place of I, and for d = 1 they are
-the printed ones.
+at most I + d - 1 (docs/theory.md). So the paper's formulas hold with I + d - 1 in the place of I, and for d = 1 they
+are the printed ones.
 """
 
 from __future__ import annotations

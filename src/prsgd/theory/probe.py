@@ -1,0 +1,267 @@
+"""The constants of a real problem, estimated where training has been so far.
+
+None of them is a constant in practice: the curvature changes many times over along a path of training, so look again
+and again (``since=``) and keep the largest. A look at the start alone misleads.
+
+    L        the largest eigenvalue of the Hessian in magnitude, by Lanczos: a lower estimate of the supremum
+    sigma^2  the variance of a mini-batch gradient
+    G^2      the largest mean squared norm of a mini-batch gradient seen: a lower estimate
+    gap      f(x) - f* at the first look, f* = 0 unless it is given (right for cross-entropy)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from prsgd._check import whole_number
+from prsgd.theory.bounds import Problem
+
+LossFn = Callable[[Any, Any], Tensor]
+CONVERGED = 0.05
+"""A Ritz value whose residual is below this share of it."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with an interval, and what it can and cannot say."""
+
+    value: float
+    low: float
+    high: float
+    says: str
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return self.low, self.high
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What is known of a problem after one or more looks."""
+
+    smoothness: Estimate
+    noise: Estimate
+    """For batches of the size that the loader gives."""
+    grad_second_moment: Estimate
+    gap: Estimate
+    loss: float
+    """Now."""
+    looks: int
+
+    @property
+    def problem(self) -> Problem:
+        """For ``prsgd.theory.bounds``."""
+        return Problem(
+            smoothness=self.smoothness.value,
+            noise=self.noise.value,
+            grad_second_moment=self.grad_second_moment.value,
+            gap=self.gap.value,
+        )
+
+
+def probe(
+    model: nn.Module,
+    loss_fn: LossFn,
+    loader: Iterable[tuple[Any, Any]],
+    *,
+    max_batches: int = 64,
+    curvature_batches: int = 4,
+    lanczos_steps: int = 10,
+    best_value: float = 0.0,
+    since: Probed | None = None,
+    seed: int = 0,
+) -> Probed:
+    """Look at ``loss_fn(model(x), y)`` where the model is now; the model is left as it was.
+
+    ``loader`` gives batches (x, y) of the size that a worker trains with; up to ``max_batches`` are looked at. Pass the
+    last result as ``since`` to keep the largest values along the path, and the first look's gap.
+
+    >>> import torch, prsgd
+    >>> from prsgd.tasks import synthetic
+    >>> model, data = synthetic.Wells(), synthetic.load()
+    >>> batches = [(data.train_x[i : i + 8], data.train_y[i : i + 8]) for i in range(0, 512, 8)]
+    >>> found = prsgd.probe(model, synthetic.mean_value, batches)
+    >>> round(found.gap.value, 2) == round(synthetic.constants().start_value, 2)
+    True
+    """
+    max_batches = whole_number("max_batches", max_batches, at_least=2)
+    curvature_batches = whole_number("curvature_batches", curvature_batches, at_least=1)
+    lanczos_steps = whole_number("lanczos_steps", lanczos_steps, at_least=2)
+    batches = [batch for batch, _ in zip(loader, range(max_batches))]
+    if len(batches) < 2:
+        raise ValueError(f"loader must give at least two batches, got {len(batches)}")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("model must have parameters that train")
+    with _left_alone(model):
+        losses: list[float] = []
+        gradients: list[Tensor] = []
+        for x, y in batches:
+            loss = loss_fn(model(x), y)
+            if not torch.isfinite(loss):
+                raise ValueError(f"the loss must be finite, got {float(loss.detach())} on batch {len(losses)}")
+            losses.append(float(loss.detach()))
+            gradients.append(_flat(torch.autograd.grad(loss, parameters, allow_unused=True), parameters))
+        curvature, residual = _curvature(
+            model, loss_fn, batches[:curvature_batches], parameters, lanczos_steps, torch.Generator().manual_seed(seed)
+        )
+    smoothness = _smoothness(curvature, residual, lanczos_steps)
+    noise, moment = _noise(gradients), _moment(gradients)
+    loss_now = fmean(losses)
+    error = 2 * stdev(losses) / math.sqrt(len(losses))
+    gap = Estimate(
+        max(0.0, loss_now - best_value),
+        max(0.0, loss_now - best_value - error),
+        loss_now - best_value + error,
+        f"the loss at the first look, above f* = {best_value:g}",
+    )
+    if since is None:
+        return Probed(smoothness, noise, moment, gap, loss_now, 1)
+    return Probed(
+        smoothness=max(since.smoothness, smoothness, key=lambda e: e.value),
+        noise=max(since.noise, noise, key=lambda e: e.value),
+        grad_second_moment=max(since.grad_second_moment, moment, key=lambda e: e.value),
+        gap=since.gap,
+        loss=loss_now,
+        looks=since.looks + 1,
+    )
+
+
+def exact_noise(model: nn.Module, loss_fn: LossFn, x: Tensor, y: Tensor, *, batch_size: int, chunk: int = 256) -> float:
+    """sigma^2 of batches drawn without replacement from these samples, by one pass over all their gradients.
+
+    (mean ||g_s||^2 - ||mean g_s||^2) / B * (n - B) / (n - 1). Late in training, where the mean gradient is far smaller
+    than the noise, tens of thousands of batches would be needed to see the same. The loss must be a mean over samples
+    that do not know of each other: no BatchNorm in training mode.
+    """
+    whole_number("batch_size", batch_size, at_least=1)
+    if len(x) < max(2, batch_size):
+        raise ValueError(f"x must have at least max(2, batch_size) samples, got {len(x)}")
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return loss_fn(functional_call(model, parameters, (x.unsqueeze(0),)), y.unsqueeze(0))
+
+    each = vmap(grad(loss), in_dims=(None, 0, 0))
+    squares, total = 0.0, None
+    with _left_alone(model):
+        for begin in range(0, len(x), chunk):
+            found = each(parameters, x[begin : begin + chunk], y[begin : begin + chunk])
+            flat = torch.cat([g.flatten(1) for g in found.values()], dim=1).double()
+            squares += float(flat.square().sum())
+            total = flat.sum(dim=0) if total is None else total + flat.sum(dim=0)
+    assert total is not None
+    n = len(x)
+    variance = squares / n - float((total / n).square().sum())
+    return variance / batch_size * (n - batch_size) / (n - 1)
+
+
+def _noise(gradients: list[Tensor]) -> Estimate:
+    """E||g - E g||^2, from the spread about the mean of n of them, which is n / (n - 1) too small."""
+    n = len(gradients)
+    mean = torch.stack(gradients).mean(dim=0)
+    squares = [float((g - mean).square().sum()) * n / (n - 1) for g in gradients]
+    error = 2 * stdev(squares) / math.sqrt(n)
+    value = fmean(squares)
+    return Estimate(value, max(0.0, value - error), value + error, f"variance over {n} batches, two standard errors")
+
+
+def _moment(gradients: list[Tensor]) -> Estimate:
+    squares = [float(g.square().sum()) for g in gradients]
+    value, error = fmean(squares), 2 * stdev(squares) / math.sqrt(len(squares))
+    return Estimate(
+        value,
+        max(0.0, value - error),
+        math.inf,
+        "the largest mean seen: the supremum, which theorems ask for, is above",
+    )
+
+
+def _smoothness(curvature: float, residual: float, steps: int) -> Estimate:
+    """The largest Ritz value in magnitude lies within its residual of an eigenvalue."""
+    says = "the largest curvature seen: the supremum along the path is above"
+    if residual > CONVERGED * max(curvature, 1e-30):
+        says = f"not converged after {steps} Lanczos steps (residual {residual:.2g}): take more; {says}"
+    return Estimate(max(curvature, 1e-30), max(0.0, curvature - residual), math.inf, says)
+
+
+def _curvature(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batches: list[tuple[Any, Any]],
+    parameters: Sequence[Tensor],
+    steps: int,
+    generator: torch.Generator,
+) -> tuple[float, float]:
+    """The largest eigenvalue in magnitude of the mean loss's Hessian, by Lanczos, and its residual."""
+    size = sum(p.numel() for p in parameters)
+    steps = min(steps, size)
+    device, dtype = parameters[0].device, torch.float64
+    noise_level = 100 * torch.finfo(parameters[0].dtype).eps
+
+    def times(vector: Tensor) -> Tensor:
+        product = torch.zeros(size, dtype=dtype, device=device)
+        for x, y in batches:
+            gradients = torch.autograd.grad(loss_fn(model(x), y), parameters, create_graph=True, allow_unused=True)
+            along = _dot(gradients, vector, parameters)
+            if along is not None:
+                second = torch.autograd.grad(along, parameters, allow_unused=True)
+                product += _flat(second, parameters).to(dtype) / len(batches)
+        return product
+
+    vector = torch.randn(size, generator=generator, dtype=dtype).to(device)
+    vector /= vector.norm()
+    basis, diagonal, beside = [vector], list[float](), list[float]()
+    for _ in range(steps):
+        product = times(basis[-1])
+        diagonal.append(float(basis[-1] @ product))
+        for known in (*basis, *basis):  # twice is enough to stay orthogonal to rounding
+            product -= (known @ product) * known
+        length = float(product.norm())
+        beside.append(length)
+        if length < noise_level * max(1e-30, *map(abs, diagonal)):
+            break  # what is left is rounding: the space that the vector reaches is used up
+        basis.append(product / length)
+    small = torch.diag(torch.tensor(diagonal, dtype=dtype))
+    for i, value in enumerate(beside[: len(diagonal) - 1]):
+        small[i, i + 1] = small[i + 1, i] = value
+    values, vectors = torch.linalg.eigh(small)
+    largest = int(values.abs().argmax())
+    return float(values[largest].abs()), abs(beside[-1] * float(vectors[-1, largest]))
+
+
+def _dot(gradients: Iterable[Tensor | None], vector: Tensor, parameters: Sequence[Tensor]) -> Tensor | None:
+    parts = vector.split([p.numel() for p in parameters])
+    terms = [
+        (g * part.to(g.dtype).view_as(g)).sum()
+        for g, part in zip(gradients, parts)
+        if g is not None and g.requires_grad
+    ]
+    return torch.stack(terms).sum() if terms else None
+
+
+def _flat(tensors: Iterable[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+    return torch.cat(
+        [(torch.zeros_like(p) if t is None else t).detach().flatten() for t, p in zip(tensors, parameters)]
+    )
+
+
+@contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """Buffers that forward changes are put back; gradients are not touched, and random numbers are as before."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            for buffer, value in kept:
+                buffer.copy_(value)

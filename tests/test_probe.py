@@ -1,0 +1,144 @@
+"""The probe against constants that are known, and against exact Hessians and variances."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import prsgd
+from prsgd.tasks import digits, synthetic
+from prsgd.theory.bounds import gradient_bound
+from prsgd.theory.probe import exact_noise
+
+
+def batches_of(x: Tensor, y: Tensor, size: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    return [(x[part], y[part]) for part in order.split(size) if len(part) == size]
+
+
+def test_synthetic_constants_are_found() -> None:
+    """sigma^2 within 10 %, and L within 10 % once the path has reached the wells; at the start L is far off."""
+    known, data = synthetic.constants(), synthetic.load()
+    model = synthetic.Wells()
+    loader = batches_of(data.train_x, data.train_y, 8)
+    start = prsgd.probe(model, synthetic.mean_value, loader, max_batches=400)
+    assert start.noise.value == pytest.approx(known.noise / 8, rel=0.1)
+    assert start.noise.low <= known.noise / 8 <= start.noise.high
+    assert start.gap.value == pytest.approx(known.start_value - known.best_value, rel=0.01)
+    assert start.smoothness.value < 0.9 * known.smoothness
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    for x, y in batches_of(data.train_x, data.train_y, 8, seed=1)[:200]:
+        optimizer.zero_grad()
+        synthetic.mean_value(model(x), y).backward()
+        optimizer.step()
+    later = prsgd.probe(model, synthetic.mean_value, loader, max_batches=400, since=start)
+    assert later.smoothness.value == pytest.approx(known.smoothness, rel=0.1)
+    assert later.looks == 2
+    assert later.gap == start.gap
+    assert later.loss < start.loss
+    assert later.grad_second_moment.value <= known.grad_second_moment
+    assert later.grad_second_moment.value >= start.grad_second_moment.value
+    bound = gradient_bound(later.problem, workers=8, steps=1000, lr=0.1, period=4)
+    assert 0 < bound.total < math.inf
+
+
+class Quadratic(nn.Module):
+    """x' A x / 2 with the eigenvalues -7, 3, 1: the largest in magnitude is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+        turn, _ = torch.linalg.qr(torch.tensor([[1.0, 2, 3], [0, 1, 4], [5, 6, 0]], dtype=torch.float64))
+        self.register_buffer("a", turn @ torch.diag(torch.tensor([-7.0, 3, 1]).double()) @ turn.T)
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.x @ self.a @ self.x / 2
+
+
+def itself(out: Tensor, _: Any) -> Tensor:
+    return out
+
+
+def test_curvature_of_a_quadratic_is_exact() -> None:
+    loader = [(torch.zeros(1), torch.zeros(1))] * 3
+    found = prsgd.probe(Quadratic(), itself, loader)
+    assert found.smoothness.value == pytest.approx(7.0, rel=1e-9)
+    assert found.smoothness.says.startswith("the largest curvature seen")
+    assert found.noise.value == pytest.approx(0.0, abs=1e-20)
+
+
+def test_curvature_of_a_network_against_its_whole_hessian() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(12, 3).double(), torch.randint(2, (12,))
+    loader = [(x[:6], y[:6]), (x[6:], y[6:])]
+    names = [name for name, _ in net.named_parameters()]
+
+    def whole(flat: Tensor) -> Tensor:
+        parts = flat.split([p.numel() for p in net.parameters()])
+        values = {n: part.view_as(p) for n, part, p in zip(names, parts, net.parameters())}
+        return nn.functional.cross_entropy(torch.func.functional_call(net, values, (x,)), y)
+
+    at = torch.cat([p.detach().flatten() for p in net.parameters()])
+    exact = torch.linalg.eigvalsh(torch.autograd.functional.hessian(whole, at)).abs().max()
+    found = prsgd.probe(net, nn.functional.cross_entropy, loader, lanczos_steps=12)
+    assert found.smoothness.value == pytest.approx(float(exact), rel=1e-3)
+    few = prsgd.probe(net, nn.functional.cross_entropy, loader, lanczos_steps=2)
+    assert "not converged after 2 Lanczos steps" in few.smoothness.says
+
+
+def test_exact_noise_is_the_variance_of_all_batches() -> None:
+    """Against the mean over many draws, and for batch size 1 against the definition."""
+    data = digits.load()
+    torch.manual_seed(0)
+    model = digits.mlp()
+    x, y = data.train_x[:60], data.train_y[:60]
+    one = exact_noise(model, nn.functional.cross_entropy, x, y, batch_size=1)
+    gradients = []
+    for i in range(60):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1]).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double())
+    stacked = torch.stack(gradients)
+    assert one == pytest.approx(float((stacked - stacked.mean(0)).square().sum(1).mean()), rel=1e-5)
+    whole = exact_noise(model, nn.functional.cross_entropy, x, y, batch_size=60)
+    assert whole == pytest.approx(0.0, abs=1e-12)  # the one batch that there is
+    drawn = [stacked[torch.randperm(60)[:5]].mean(0) for _ in range(3000)]
+    seen = float((torch.stack(drawn) - stacked.mean(0)).square().sum(1).mean())
+    assert exact_noise(model, nn.functional.cross_entropy, x, y, batch_size=5) == pytest.approx(seen, rel=0.05)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    loader = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(3)]
+    random = torch.get_rng_state()
+    prsgd.probe(net, nn.functional.cross_entropy, loader)
+    assert torch.equal(random, torch.get_rng_state())
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_bad_input() -> None:
+    model = nn.Linear(2, 1)
+
+    def never(out: Tensor, _: Any) -> Tensor:
+        return out.sum() * float("nan")
+
+    pair = (torch.ones(1, 2), torch.ones(1))
+    with pytest.raises(ValueError, match="loader must give at least two batches, got 0"):
+        prsgd.probe(model, itself, [])
+    with pytest.raises(ValueError, match="the loss must be finite, got nan on batch 0"):
+        prsgd.probe(model, never, [pair, pair])
+    with pytest.raises(ValueError, match="model must have parameters that train"):
+        prsgd.probe(nn.ReLU(), itself, [pair, pair])
+    with pytest.raises(ValueError, match="lanczos_steps must be a whole number >= 2, got 1"):
+        prsgd.probe(model, itself, [pair, pair], lanczos_steps=1)
+    with pytest.raises(ValueError, match="x must have at least"):
+        exact_noise(model, itself, pair[0], pair[1], batch_size=4)
