@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import prsgd
+from prsgd.cli import main
 from prsgd.tasks import digits, synthetic
 from prsgd.theory.bounds import gradient_bound
 from prsgd.theory.probe import exact_noise
@@ -142,3 +144,22 @@ def test_bad_input() -> None:
         prsgd.probe(model, itself, [pair, pair], lanczos_steps=1)
     with pytest.raises(ValueError, match="x must have at least"):
         exact_noise(model, itself, pair[0], pair[1], batch_size=4)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["probe", "--task", "synthetic", "--steps", "60", "--looks", "3", "--lr", "0.2", "--momentum", "0"]
+    assert main(args) == 0
+    shown = capsys.readouterr()
+    assert all(len(line) <= 80 for line in (shown.out + shown.err).splitlines())
+    assert [line.split()[0] for line in shown.err.splitlines()] == ["step", "0", "30", "60"]
+    [command] = [line for line in shown.out.replace("\\\n", "").splitlines() if "prsgd plan" in line]
+    assert main(command.split()[1:]) == 0  # what it says to type works
+    capsys.readouterr()
+    assert main([*args, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["looks"] == 3
+    assert found["smoothness"]["value"] == pytest.approx(2.0, rel=0.1)
+    with pytest.raises(SystemExit) as stopped:
+        main(["probe", "--looks", "1"])
+    assert stopped.value.code == 2
+    assert "looks must be a whole number >= 2, got 1" in capsys.readouterr().err

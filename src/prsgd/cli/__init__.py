@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "one run",
     "report": "one HTML page with every figure, of runs that are there",
     "plan": "how often to average: what the theory guarantees, what it costs",
+    "probe": "the constants that a plan needs, estimated along a short run",
     "data": "fetch, check and keep data sets",
 }
 """Each is ``prsgd.cli.NAME`` with ``add(parser)`` and ``run(args, parser)``."""

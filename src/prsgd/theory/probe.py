@@ -124,15 +124,19 @@ def probe(
         loss_now - best_value + error,
         f"the loss at the first look, above f* = {best_value:g}",
     )
-    if since is None:
-        return Probed(smoothness, noise, moment, gap, loss_now, 1)
+    now = Probed(smoothness, noise, moment, gap, loss_now, 1)
+    return now if since is None else merged(since, now)
+
+
+def merged(since: Probed, now: Probed) -> Probed:
+    """Two looks at one path: the largest values, the first one's gap, the last one's loss."""
     return Probed(
-        smoothness=max(since.smoothness, smoothness, key=lambda e: e.value),
-        noise=max(since.noise, noise, key=lambda e: e.value),
-        grad_second_moment=max(since.grad_second_moment, moment, key=lambda e: e.value),
+        smoothness=max(since.smoothness, now.smoothness, key=lambda e: e.value),
+        noise=max(since.noise, now.noise, key=lambda e: e.value),
+        grad_second_moment=max(since.grad_second_moment, now.grad_second_moment, key=lambda e: e.value),
         gap=since.gap,
-        loss=loss_now,
-        looks=since.looks + 1,
+        loss=now.loss,
+        looks=since.looks + now.looks,
     )
 
 

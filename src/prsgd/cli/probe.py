@@ -1,0 +1,100 @@
+"""``prsgd probe``: the constants of a task, estimated along a short run of training."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import textwrap
+from typing import TYPE_CHECKING
+
+from prsgd.cli.parser import Parser, refusing
+
+if TYPE_CHECKING:
+    from prsgd.config import Config
+    from prsgd.theory.probe import Probed
+
+
+def add(parser: Parser) -> None:
+    parser.add_argument("--task", default="digits", help="digits, fashion-mnist, cifar10 or synthetic (digits)")
+    parser.add_argument("--model", help="one of the task's models (its first)")
+    parser.add_argument("--batch-size", type=int, metavar="B", help="of one worker")
+    parser.add_argument("--steps", type=int, default=200, metavar="T", help="of one worker's training (200)")
+    parser.add_argument("--looks", type=int, default=5, metavar="K", help="along the way, the start included (5)")
+    parser.add_argument("--lr", type=float, help="(0.1)")
+    parser.add_argument("--momentum", type=float, metavar="M", help="(0.9)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument("--json", action="store_true", help="the last look for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    with refusing("probe"):
+        from prsgd import running
+        from prsgd._check import whole_number
+        from prsgd.config import Config
+
+        whole_number("looks", args.looks, at_least=2)
+        config = Config(
+            task=args.task, model=args.model, workers=1, period=1, steps=args.steps, batch_size=args.batch_size,
+            lr=args.lr, momentum=args.momentum, seed=args.seed,
+        ).resolve()  # fmt: skip
+        running.check(config)
+        found = _walk(config, args.looks)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(found)))
+        return 0
+    print(_text(found))
+    return 0
+
+
+def _walk(config: Config, looks: int) -> Probed:
+    """Train one worker, and look at the start, at the end and in between."""
+    import torch
+
+    from prsgd import experiment, tasks
+    from prsgd.theory.probe import merged, probe
+
+    torch.set_num_threads(1)
+    task = tasks.find(config.task)
+    data = task.load()
+    shards = experiment.deal(config, data)
+    torch.manual_seed(config.seed)
+    model = task.models[config.model or ""]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr or 0.1, momentum=config.momentum or 0.0)
+    batches = ((task.prepare(x[0]), y[0]) for epoch in range(10**9) for x, y in shards.epoch(epoch))
+    last = config.steps or 0
+    print(f"{'step':>6} {'loss':>9} {'L':>10} {'sigma^2':>10} {'G^2':>10}", file=sys.stderr)
+    found: Probed | None = None
+    at = {round(last * i / (looks - 1)) for i in range(looks)}
+    for step in range(last + 1):
+        if step in at:
+            here = ((task.prepare(x[0]), y[0]) for x, y in shards.epoch(10**6))  # an order of its own
+            now = probe(model, task.loss_fn, here)
+            found = now if found is None else merged(found, now)
+            values = (now.loss, now.smoothness.value, now.noise.value, now.grad_second_moment.value)
+            print(f"{step:>6} " + " ".join(f"{v:>{w}.4g}" for v, w in zip(values, (9, 10, 10, 10))), file=sys.stderr)
+        if step < last:
+            x, y = next(batches)
+            optimizer.zero_grad()
+            task.loss_fn(model(x), y).backward()
+            optimizer.step()
+    assert found is not None
+    return found
+
+
+def _text(found: Probed) -> str:
+    lines = ["", "the largest along the path:"]
+    names = {"smoothness": "L", "noise": "sigma^2", "grad_second_moment": "G^2", "gap": "f(x0) - f*"}
+    for field, name in names.items():
+        estimate = getattr(found, field)
+        lines.append(f"{name:>10}  {estimate.value:.4g}  in [{estimate.low:.4g}, {estimate.high:.4g}]")
+        lines += [f"            {part}" for part in textwrap.wrap(estimate.says, 66)]
+    problem = found.problem
+    lines += [
+        "",
+        "go on with:",
+        f"  prsgd plan --workers 8 --steps 100000 --smoothness {problem.smoothness:.4g} \\",
+        f"    --noise {problem.noise:.4g} --second-moment {problem.grad_second_moment:.4g} --gap {problem.gap:.4g}",
+    ]
+    return "\n".join(lines)
