@@ -15,6 +15,7 @@ COMMANDS = {
     "report": "one HTML page with every figure, of runs that are there",
     "plan": "how often to average: what the theory guarantees, what it costs",
     "probe": "the constants that a plan needs, estimated along a short run",
+    "verify": "the paper's lemmas and theorems, measured against their bounds",
     "data": "fetch, check and keep data sets",
 }
 """Each is ``prsgd.cli.NAME`` with ``add(parser)`` and ``run(args, parser)``."""
