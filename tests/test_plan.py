@@ -30,6 +30,7 @@ def test_costs_by_hand() -> None:
     assert plan.option(8, 2).seconds == pytest.approx(1000 * 0.5 + 125 * 0.2)
     assert plan.option(8, 4).seconds == pytest.approx(1000 * 0.5)  # wholly hidden
     assert plan.option(1024).rounds == 1
+    assert plan.option(1024).seconds == pytest.approx(500 + 1.2)  # a whole average
     assert (2, 4) not in {(o.period, o.overlap) for o in plan.options}  # no more overlap than the period
     server = Link(bytes_per_second=125e6, latency_seconds=0.1, shape="parameter-server")
     assert server.average_seconds(10**8, workers=4) == pytest.approx(6 * 0.8 + 0.2)
@@ -154,6 +155,7 @@ def test_units() -> None:
     assert units.bytes_per_second("b", "2.5 Gbit/s") == 312.5e6
     assert units.seconds("t", "1.5h") == 5400
     assert units.count("n", "0.27M") == 270_000
+    assert units.count("n", "2.01M") == 2_010_000
     for bad in ("1", "1 parsec", "-5ms", "nanms", ""):
         with pytest.raises(ValueError, match="t must be"):
             units.seconds("t", bad)

@@ -158,6 +158,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*args, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["looks"] == 3
+    assert found["smoothness"]["high"] is None
     assert found["smoothness"]["value"] == pytest.approx(2.0, rel=0.1)
     with pytest.raises(SystemExit) as stopped:
         main(["probe", "--looks", "1"])

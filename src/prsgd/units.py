@@ -53,7 +53,7 @@ def count(name: str, text: str) -> int:
     """
     found = re.fullmatch(r"\s*([0-9._eE+]+)\s*([kKMGT]?)\s*", text)
     value = _number(found[1].replace("_", "")) if found else None
-    whole = None if found is None or value is None else value * _PREFIX[found[2]]
+    whole = None if found is None or value is None else round(value * _PREFIX[found[2]], 6)  # 2.01M is whole
     if whole is None or whole < 1 or whole != int(whole):
         raise ValueError(f"{name} must be a whole number >= 1 such as 270000 or 25M, got {text!r}")
     return int(whole)

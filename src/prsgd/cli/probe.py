@@ -25,7 +25,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--lr", type=float, help="(0.1)")
     parser.add_argument("--momentum", type=float, metavar="M", help="(0.9)")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
-    parser.add_argument("--json", action="store_true", help="the last look for programs")
+    parser.add_argument("--json", action="store_true", help="the largest values along the path, for programs")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +42,11 @@ def run(args: argparse.Namespace) -> int:
         running.check(config)
         found = _walk(config, args.looks)
     if args.json:
-        print(json.dumps(dataclasses.asdict(found)))
+        fields = dataclasses.asdict(found)
+        for estimate in (value for value in fields.values() if isinstance(value, dict)):
+            if estimate["high"] == float("inf"):
+                estimate["high"] = None  # JSON knows no infinity
+        print(json.dumps(fields, allow_nan=False))
         return 0
     print(_text(found))
     return 0

@@ -100,7 +100,7 @@ class Plan:
     guaranteed_period: int
     """The largest that Corollary 1, part 2 covers at overlap 1; 1 if it covers none."""
     is_vacuous: bool
-    """Does the guarantee reach no further than averaging after every step?"""
+    """Does the guarantee, at overlap 1, reach no further than averaging after every step?"""
     problem: Problem | None
     budget_seconds: float
     options: tuple[Option, ...]
@@ -144,11 +144,12 @@ def make_plan(
     combinations = [(i, d) for i in sorted({*periods, guaranteed}) for d in sorted(set(overlaps)) if d <= i]
     pace = {(i, d): step_seconds + max(0.0, transfer - d * step_seconds) / i for i, d in combinations}
     if budget_seconds is None:
-        budget_seconds = steps * min(pace.values())
+        budget_seconds = steps * min(pace.values())  # the cheapest option's time
     positive("budget_seconds", budget_seconds)
     per_round = link.bytes_sent(model_bytes, workers=workers)
     options = tuple(
-        _option(i, d, pace[i, d], workers, steps, per_round, problem, budget_seconds) for i, d in combinations
+        _option(i, d, pace[i, d], workers, steps, step_seconds, per_round, problem, budget_seconds)
+        for i, d in combinations
     )
     covered = period_is_guaranteed(workers=workers, steps=steps, period=guaranteed)
     vacuous = guaranteed == 1 or not covered
@@ -157,7 +158,7 @@ def make_plan(
         needed = steps_for_speedup(workers=workers, period=2)
         reasons = (
             *reasons,
-            f"The theory guarantees no period above 1 here: T = {steps:,} steps, and period 2 would need {needed:,}.",
+            f"At overlap 1 the theory guarantees no period above 1: T = {steps:,}, and period 2 would need {needed:,}.",
         )
     if problem is not None:
         lr = speedup_lr(problem, workers=workers, steps=steps)
@@ -214,6 +215,7 @@ def _option(
     pace: float,
     workers: int,
     steps: int,
+    step_seconds: float,
     bytes_per_round: int,
     problem: Problem | None,
     budget_seconds: float,
@@ -229,7 +231,7 @@ def _option(
         overlap=overlap,
         rounds=rounds,
         bytes_sent=rounds * bytes_per_round,
-        seconds=steps * pace,
+        seconds=steps * step_seconds + rounds * (pace - step_seconds) * period,
         seconds_per_step=pace,
         guaranteed=period_is_guaranteed(workers=workers, steps=steps, period=period, overlap=overlap),
         steps_in_budget=fitting,

@@ -96,7 +96,7 @@ def probe(
     max_batches = whole_number("max_batches", max_batches, at_least=2)
     curvature_batches = whole_number("curvature_batches", curvature_batches, at_least=1)
     lanczos_steps = whole_number("lanczos_steps", lanczos_steps, at_least=2)
-    batches = [batch for batch, _ in zip(loader, range(max_batches))]
+    batches = [batch for _, batch in zip(range(max_batches), loader)]
     if len(batches) < 2:
         raise ValueError(f"loader must give at least two batches, got {len(batches)}")
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -210,7 +210,7 @@ def _curvature(
     size = sum(p.numel() for p in parameters)
     steps = min(steps, size)
     device, dtype = parameters[0].device, torch.float64
-    noise_level = 100 * torch.finfo(parameters[0].dtype).eps
+    noise_level = min(1e-4, 100 * torch.finfo(parameters[0].dtype).eps)
 
     def times(vector: Tensor) -> Tensor:
         product = torch.zeros(size, dtype=dtype, device=device)
@@ -255,7 +255,7 @@ def _dot(gradients: Iterable[Tensor | None], vector: Tensor, parameters: Sequenc
 
 def _flat(tensors: Iterable[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
     return torch.cat(
-        [(torch.zeros_like(p) if t is None else t).detach().flatten() for t, p in zip(tensors, parameters)]
+        [(torch.zeros_like(p) if t is None else t).detach().flatten().double() for t, p in zip(tensors, parameters)]
     )
 
 
