@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prsgd._check import one_of, whole_number
-from prsgd.comm.base import SHAPES, Communicator, Done, Route, Work, bytes_of_sum
+from prsgd.comm.base import Communicator, Done, Route, Work
+from prsgd.shapes import SHAPES, bytes_of_sum
 
 
 class InProcess(Communicator):

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prsgd._check import one_of, positive, whole_number
-from prsgd.comm.base import SHAPES, Communicator, Route, Then, Work, bytes_of_sum, hosted_range
+from prsgd.comm.base import Communicator, Route, Then, Work, hosted_range
 from prsgd.errors import AverageTimeout, PeerError, UsageError
+from prsgd.shapes import SHAPES, bytes_of_sum
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from prsgd._check import one_of, positive, whole_number
+from prsgd.shapes import SHAPES, bytes_of_sum
 from prsgd.theory.bounds import (
     Bound,
     Problem,
@@ -26,7 +27,6 @@ from prsgd.theory.bounds import (
 PERIODS = tuple(2**i for i in range(11))
 """1 ... 1024."""
 OVERLAPS = (0, 1, 4)
-SHAPES = ("all-reduce", "parameter-server")
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,7 @@ class Link:
 
     def bytes_sent(self, num_bytes: int, *, workers: int) -> int:
         """Per worker and average, the server's own left out."""
-        if workers == 1:
-            return 0
-        return round(2 * (workers - 1) * num_bytes / workers) if self.shape == "all-reduce" else num_bytes
+        return bytes_of_sum(self.shape, workers, num_bytes)[0]
 
 
 @dataclass(frozen=True)
