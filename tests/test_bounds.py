@@ -103,6 +103,22 @@ def test_the_papers_own_experiment() -> None:
     assert largest_period(workers=1, steps=80) == 2
 
 
+def test_the_largest_period_can_have_its_overlap() -> None:
+    """N = 1, T = 5^4, so I + d - 1 <= 5: overlap 4 would leave period 2, which cannot have it; 4 is not covered."""
+    assert [largest_period(workers=1, steps=625, overlap=d) for d in (0, 1, 2, 3, 4)] == [6, 5, 4, 3, 4]
+    assert not period_is_guaranteed(workers=1, steps=625, period=4, overlap=4)
+
+
+def test_no_guarantee_below_one_step_a_worker() -> None:
+    """Period 1 with overlap 0 has no drift, but Corollary 1's lr is above 1/L for T < N."""
+    assert steps_for_speedup(workers=8, period=1, overlap=0) == 8
+    assert not period_is_guaranteed(workers=8, steps=7, period=1, overlap=0)
+    for workers in (3, 7, 49):  # T = N: the lr is 1/L to rounding, which is allowed
+        problem = dataclasses.replace(PROBLEM, smoothness=0.3)
+        lr = speedup_lr(problem, workers=workers, steps=workers)
+        assert gradient_bound(problem, workers=workers, steps=workers, lr=lr, period=1).applies
+
+
 def test_where_corollary_1_promises_no_speedup() -> None:
     assert speedup_bound(PROBLEM, workers=8, steps=600, period=1).applies
     assert speedup_bound(PROBLEM, workers=8, steps=600, period=4).applies  # T > N^3: any constant period
@@ -159,7 +175,7 @@ def test_theorem_2s_early_rounds_by_hand() -> None:
     early = sum((g**2 - g) * 3 / 2 for g in lr[:2])
     assert found.early == pytest.approx(2 * early / sum(lr), rel=1e-12)
     assert found.initial == pytest.approx(2 * (4 + early) / sum(lr), rel=1e-12)
-    assert "above 1/L = 1 in the first rounds" in found.caveats[0]
+    assert (found.early_rounds, found.applies) == (2, True)  # the theorem pays for them; it is not silent
     capped = growing_bound(problem, workers=2, rounds=3, lr_cap=1.0)
     assert (capped.early, capped.applies) == (0, True)
 
@@ -193,6 +209,8 @@ def test_theorem_3_by_hand() -> None:
         2 * 5 / (0.125 * 20 * 4), 4 / 64 * 36 * 9 * 4, 2 * 0.125 * 8 / 2
     )  # fmt: skip
     assert per_worker_bound(PROBLEM, periods=[6, 2], rounds=20, lr=1.0).caveats
+    with pytest.raises(ValueError, match="steps must be at least the smallest period 2, got 1: there is no round"):
+        per_worker_speedup_bound(PROBLEM, periods=[6, 2], steps=1)
 
 
 @given(problems, st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 1000), st.floats(1e-4, 1.0))

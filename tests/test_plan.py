@@ -77,7 +77,9 @@ def test_the_choice_minimises_the_bound_within_the_budget(hours: float) -> None:
     for option in plan.options:
         pace = 0.1 + max(0.0, transfer - option.overlap * 0.1) / option.period
         steps = max(1, int(budget / pace))
-        assert option.steps_in_budget == pytest.approx(steps, abs=1)
+        assert option.steps == pytest.approx(steps, abs=1)
+        assert option.seconds <= budget + option.period * option.seconds_per_step
+        assert option.rounds == math.ceil(option.steps / option.period)
         for lr in (0.1 * 0.9**k for k in range(120)):
             bound = gradient_bound(PROBLEM, workers=8, steps=steps, lr=lr, period=option.period, overlap=option.overlap)
             best = min(best, bound.total)
@@ -98,6 +100,33 @@ def test_on_a_slow_link_fewer_averages_win() -> None:
         chosen.append(plan.chosen.period)
     assert chosen[0] == 1
     assert chosen[1] > 1
+
+
+def test_a_budget_changes_the_plan_also_without_constants(capsys: pytest.CaptureFixture[str]) -> None:
+    """25M at 1 Gbit/s: 1.4 s an average among 8; in 8 h of 0.1 s steps, period 4 takes 28,800 / 0.45 steps."""
+    how = {"workers": 8, "steps": 100_000, "model_bytes": 10**8, "step_seconds": 0.1, "link": LAN}
+    free, tight = make_plan(**how), make_plan(**how, budget_seconds=8 * 3600.0)  # type: ignore[arg-type]
+    assert (free.option(4).steps, tight.option(4).steps) == (100_000, 64_000)
+    assert all(option.steps == 100_000 for option in free.options)
+    assert tight.option(8, 4).steps == 128_000  # 1.0 s waited for in 8 steps
+    assert main(["plan", "--workers", "8", "--budget", "8h"]) == 0
+    shown = capsys.readouterr().out
+    assert "8 workers, each row a run of 8 h 00 min" in shown
+    assert "64,000*<" in shown
+    assert all(len(line) <= 80 for line in shown.splitlines())
+
+
+def test_what_make_plan_refuses() -> None:
+    how = {"workers": 8, "steps": 1000, "model_bytes": 10**8, "step_seconds": 0.1, "link": LAN}
+    for change, message in (
+        ({"periods": (0,)}, "periods must be a whole number >= 1, got 0"),
+        ({"periods": (2,), "overlaps": (5,)}, r"overlaps must have one that is at most a period \(2\), got \[5\]"),
+        ({"budget_seconds": 0.01}, "budget_seconds must hold a step, .*, got 0.01"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_plan(**{**how, **change})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no option with period 5 and overlap 0"):
+        make_plan(**how).option(5)  # type: ignore[arg-type]
 
 
 def test_frontier() -> None:
@@ -138,6 +167,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--workers", "8", "--steps", "9", "--parameters", "1.5"], "parameters must be a whole number >= 1 such as"),
         (["--workers", "8", "--steps", "9", "--gap", "1"], "the bound needs all four constants, smoothness, noise"),
         (["--workers", "8", "--steps", "9", "--shape", "rng"], "shape must be one of 'all-reduce', 'parameter-server'"),
+        (["--workers", "8", "--budget", "1ms"], "budget_seconds must hold a step"),
+        (["--workers", "8", "--steps", "9", "--probe", "/nowhere.json"], "/nowhere.json: No such file or directory"),
+        (["--workers", "8", "--steps", "9", "--probe", __file__], "not what `prsgd probe --json` prints"),
         (["--workers", "8", "--steps", "9", "--plot", "/nowhere/p.png"], "plot cannot be written: /nowhere/p.png"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

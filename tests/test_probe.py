@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from prsgd.cli import main
 from prsgd.tasks import digits, synthetic
 from prsgd.theory.bounds import gradient_bound
 from prsgd.theory.probe import exact_noise
+from tests.ranks import run_ranks
 
 
 def batches_of(x: Tensor, y: Tensor, size: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -127,6 +129,52 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
+def test_a_shuffling_loader_leaves_the_random_numbers_alone() -> None:
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.randint(3, (64,)))
+    random = torch.get_rng_state()
+    prsgd.probe(nn.Linear(6, 3), nn.functional.cross_entropy, torch.utils.data.DataLoader(data, 8, shuffle=True))
+    assert not torch.equal(random, torch.get_rng_state())  # the module's own weights were drawn
+    random = torch.get_rng_state()
+    net = nn.Sequential(nn.Linear(6, 3))
+    after = torch.get_rng_state()
+    prsgd.probe(net, nn.functional.cross_entropy, torch.utils.data.DataLoader(data, 8, shuffle=True))
+    assert torch.equal(after, torch.get_rng_state())
+
+
+def test_dropout_has_one_hessian_for_all_products() -> None:
+    """With 24 Lanczos steps in 22 dimensions a symmetric matrix is known to rounding; a changing one never is."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 2)).double()
+    loader = [(torch.randn(8, 3).double(), torch.randint(2, (8,))) for _ in range(2)]
+    found = prsgd.probe(net, nn.functional.cross_entropy, loader, lanczos_steps=24)
+    assert found.smoothness.value - found.smoothness.low < 1e-6 * found.smoothness.value
+    assert found.smoothness.says.startswith("the largest curvature seen")
+
+
+def test_two_batches_give_no_interval() -> None:
+    """Both are equally far from their mean, whatever the noise."""
+    torch.manual_seed(0)
+    loader = [(torch.randn(8, 3), torch.randint(2, (8,))) for _ in range(2)]
+    found = prsgd.probe(nn.Linear(3, 2), nn.functional.cross_entropy, loader).noise
+    assert (found.low, found.high) == (0.0, math.inf)
+    assert "over 2 batches only" in found.says
+
+
+def in_a_group(rank: int) -> tuple[float, float | None]:
+    torch.manual_seed(rank)
+    loader = [(torch.randn(8, 3), torch.randint(2, (8,))) for _ in range(10 + 5 * rank)]  # they may differ
+    found = prsgd.probe(nn.Linear(3, 2), nn.functional.cross_entropy, loader)
+    return found.step_seconds, found.average_seconds
+
+
+def test_in_a_process_group_it_times_an_average() -> None:
+    (step, average), other = run_ranks(in_a_group, 2)
+    assert other[0] == step > 0  # the slowest rank's, on all
+    assert average is not None
+    assert average > 0
+
+
 def test_bad_input() -> None:
     model = nn.Linear(2, 1)
 
@@ -140,13 +188,15 @@ def test_bad_input() -> None:
         prsgd.probe(model, never, [pair, pair])
     with pytest.raises(ValueError, match="model must have parameters that train"):
         prsgd.probe(nn.ReLU(), itself, [pair, pair])
+    with pytest.raises(ValueError, match="the loss has no curvature here"):
+        prsgd.probe(model, lambda out, _: out.sum(), [pair, pair])
     with pytest.raises(ValueError, match="lanczos_steps must be a whole number >= 2, got 1"):
         prsgd.probe(model, itself, [pair, pair], lanczos_steps=1)
     with pytest.raises(ValueError, match="x must have at least"):
         exact_noise(model, itself, pair[0], pair[1], batch_size=4)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     args = ["probe", "--task", "synthetic", "--steps", "60", "--looks", "3", "--lr", "0.2", "--momentum", "0"]
     assert main(args) == 0
     shown = capsys.readouterr()
@@ -159,6 +209,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["looks"] == 3
     assert found["smoothness"]["high"] is None
+    (tmp_path / "probe.json").write_text(json.dumps(found))
+    assert main(["plan", "--workers", "8", "--steps", "1000", "--probe", str(tmp_path / "probe.json"), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["problem"]["smoothness"] == found["smoothness"]["value"]
+    known = synthetic.constants().noise / 32 * (4096 - 32) / 4095  # drawn without replacement
+    assert found["noise"]["value"] == pytest.approx(known, rel=1e-5)
     assert found["smoothness"]["value"] == pytest.approx(2.0, rel=0.1)
     with pytest.raises(SystemExit) as stopped:
         main(["probe", "--looks", "1"])

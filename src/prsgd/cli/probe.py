@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING
 from prsgd.cli.parser import Parser, refusing
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from prsgd.config import Config
+    from prsgd.tasks.base import Data, Task
     from prsgd.theory.probe import Probed
+
+FEW_SAMPLES = 10_000
+"""Up to so many, the noise is computed and not estimated."""
 
 
 def add(parser: Parser) -> None:
@@ -74,7 +80,7 @@ def _walk(config: Config, looks: int) -> Probed:
     for step in range(last + 1):
         if step in at:
             here = ((task.prepare(x[0]), y[0]) for x, y in shards.epoch(10**6))  # an order of its own
-            now = probe(model, task.loss_fn, here)
+            now = _with_exact_noise(probe(model, task.loss_fn, here), model, config, task, data)
             found = now if found is None else merged(found, now)
             values = (now.loss, now.smoothness.value, now.noise.value, now.grad_second_moment.value)
             print(f"{step:>6} " + " ".join(f"{v:>{w}.4g}" for v, w in zip(values, (9, 10, 10, 10))), file=sys.stderr)
@@ -87,6 +93,21 @@ def _walk(config: Config, looks: int) -> Probed:
     return found
 
 
+def _with_exact_noise(found: Probed, model: nn.Module, config: Config, task: Task, data: Data) -> Probed:
+    """Where the data are few and samples do not know of each other, sigma^2 by one pass over all of them."""
+    from torch import nn
+
+    from prsgd.theory.probe import Estimate, exact_noise
+
+    mixing = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+    if len(data.train_x) > FEW_SAMPLES or any(isinstance(module, mixing) for module in model.modules()):
+        return found
+    x = task.prepare(data.train_x)
+    value = exact_noise(model, task.loss_fn, x, data.train_y, batch_size=config.batch_size or 1)
+    noise = Estimate(value, value, value, f"exact here, over all {len(x):,} samples; elsewhere it differs")
+    return dataclasses.replace(found, noise=noise)
+
+
 def _text(found: Probed) -> str:
     lines = ["", "the largest along the path:"]
     names = {"smoothness": "L", "noise": "sigma^2", "grad_second_moment": "G^2", "gap": "f(x0) - f*"}
@@ -94,10 +115,11 @@ def _text(found: Probed) -> str:
         estimate = getattr(found, field)
         lines.append(f"{name:>10}  {estimate.value:.4g}  in [{estimate.low:.4g}, {estimate.high:.4g}]")
         lines += [f"            {part}" for part in textwrap.wrap(estimate.says, 66)]
+    lines.append(f"{'a step':>10}  {found.step_seconds:.3g} s for the forward and backward pass of a batch")
     problem = found.problem
     lines += [
         "",
-        "go on with:",
+        "go on with this, or with --json here and --probe FILE there:",
         f"  prsgd plan --workers 8 --steps 100000 --smoothness {problem.smoothness:.4g} \\",
         f"    --noise {problem.noise:.4g} --second-moment {problem.grad_second_moment:.4g} --gap {problem.gap:.4g}",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prsgd.theory.plan import Plan, bound_after
+from prsgd.theory.plan import Option, Plan, bound_after
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,10 +39,10 @@ def draw_plan(plan: Plan, path: Path) -> None:
 def _draw_hours(plan: Plan, axes: Axes) -> None:
     for overlap, (colour, marker, line) in zip(sorted({o.overlap for o in plan.options}), _STYLES):
         options = [option for option in plan.options if option.overlap == overlap]
-        hours = [option.seconds / 3600 for option in options]
+        hours = [_hours(plan, option) for option in options]
         label = f"overlap {overlap}"
         axes.plot([o.period for o in options], hours, color=colour, marker=marker, linestyle=line, ms=4, label=label)
-    _ring(axes, plan.chosen.period, plan.chosen.seconds / 3600)
+    _ring(axes, plan.chosen.period, _hours(plan, plan.chosen))
     axes.set_xscale("log", base=2)
     axes.set_xlabel("period")
     axes.set_ylabel("hours")
@@ -51,6 +51,7 @@ def _draw_hours(plan: Plan, axes: Axes) -> None:
 
 def _draw_bounds(plan: Plan, axes: Axes) -> None:
     """Each period with the overlap that is best at that time; the frontier is the least of all options."""
+    assert plan.budget_seconds is not None
     hours = [plan.budget_seconds / 3600 * 10 ** (3 * i / (_POINTS - 1) - 2) for i in range(_POINTS)]
     found: dict[int, list[float]] = {}
     for period in sorted({option.period for option in plan.options}):
@@ -69,6 +70,10 @@ def _draw_bounds(plan: Plan, axes: Axes) -> None:
     axes.set_xlabel("hours")
     axes.set_ylabel("Theorem 1's bound")
     axes.set_title(f"{plan.workers} workers: what the theory promises after a time", loc="left", fontsize=10)
+
+
+def _hours(plan: Plan, option: Option) -> float:
+    return plan.steps * option.seconds_per_step / 3600
 
 
 def _ring(axes: Axes, x: float, y: float) -> None:

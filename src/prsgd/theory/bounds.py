@@ -156,9 +156,10 @@ def speedup_bound(problem: Problem, *, workers: int, steps: int, period: int, ov
 
 
 def largest_period(*, workers: int, steps: int, overlap: int = 1) -> int:
-    """Corollary 1, part 2: the largest period with the rate O(1 / sqrt(N T)), at least 1.
+    """Corollary 1, part 2: the largest period with the rate O(1 / sqrt(N T)).
 
-    I + d - 1 <= T^(1/4) / N^(3/4). Where even period 1 is not covered, it is 1 all the same: ``period_is_guaranteed``.
+    I + d - 1 <= T^(1/4) / N^(3/4). Where that leaves no period (it is at least 1, and at least the overlap), it is the
+    smallest that there can be, and ``period_is_guaranteed`` is False for it.
 
     The paper's own experiment, 8 workers, ResNet-20 on CIFAR-10 with batch 32:
 
@@ -168,34 +169,37 @@ def largest_period(*, workers: int, steps: int, overlap: int = 1) -> int:
     workers, steps = whole_number("workers", workers, at_least=1), whole_number("steps", steps, at_least=1)
     overlap = whole_number("overlap", overlap, at_least=0)
     reach = math.isqrt(math.isqrt(steps // workers**3))  # the largest r with r^4 <= T / N^3, in whole numbers
-    return max(1, reach + 1 - overlap)
+    return max(1, overlap, reach + 1 - overlap)
 
 
 def period_is_guaranteed(*, workers: int, steps: int, period: int, overlap: int = 1) -> bool:
-    """Is (I + d - 1)^4 N^3 <= T, so that Corollary 1, part 2 covers this period?
+    """Is (I + d - 1)^4 N^3 <= T, and N <= T, so that Corollary 1, part 2 covers this period?
 
     >>> period_is_guaranteed(workers=8, steps=58_500, period=3), period_is_guaranteed(workers=8, steps=58_500, period=4)
     (True, False)
     """
     steps = whole_number("steps", steps, at_least=1)
-    return _reach(period, overlap) ** 4 * whole_number("workers", workers, at_least=1) ** 3 <= steps
+    return steps_for_speedup(workers=workers, period=period, overlap=overlap) <= steps
 
 
 def steps_for_speedup(*, workers: int, period: int, overlap: int = 1) -> int:
-    """The smallest T for which Corollary 1, part 2 covers this period: (I + d - 1)^4 N^3.
+    """The smallest T for which Corollary 1, part 2 covers this period: (I + d - 1)^4 N^3, and at least N for its lr.
 
     >>> steps_for_speedup(workers=8, period=4)
     131072
     """
-    return max(1, _reach(period, overlap) ** 4 * whole_number("workers", workers, at_least=1) ** 3)
+    workers = whole_number("workers", workers, at_least=1)
+    return max(workers, _reach(period, overlap) ** 4 * workers**3)
 
 
 @dataclass(frozen=True)
 class GrowingBound(Bound):
-    """Theorem 2's, with its series summed. ``early`` is part of ``initial``."""
+    """Theorem 2's, with its series summed. It allows for an lr above 1/L in the first rounds, at a price."""
 
     early: float = 0.0
-    """What the rounds with lr > 1/L cost: the paper's constant C."""
+    """That price: 2 C / W, a part of ``initial``."""
+    early_rounds: int = 0
+    """How many rounds have lr > 1/L."""
     steps: int = 0
     """T = sum of the K^s."""
 
@@ -230,7 +234,7 @@ def growing_bound(
     overlap = whole_number("overlap", overlap, at_least=0)
     smoothness, g2 = problem.smoothness, problem.grad_second_moment
     weight = drift = noise = early = 0.0
-    steps = 0
+    steps = early_rounds = 0
     before: tuple[int, float] | None = None
     for length, lr in growing_rounds(workers=workers, rounds=rounds, lr_scale=lr_scale, lr_cap=lr_cap):
         carried = 0 if before is None else min(overlap, before[0])  # steps in flight when the last average landed
@@ -239,18 +243,16 @@ def growing_bound(
         weight += length * lr
         drift += length * lr * (largest * (length + carried - 1)) ** 2
         noise += length * lr**2
-        if lr > 1 / smoothness:
+        if _above(lr, smoothness):
+            early_rounds += 1
             early += length * (lr**2 * smoothness - lr) * g2 / 2
         before = length, lr
-    caveats = (
-        (f"lr is above 1/L = {1 / smoothness:g} in the first rounds, which adds C = {early:.3g}",) if early else ()
-    )
     return GrowingBound(
         initial=2 * (problem.gap + early) / weight,
         drift=4 * g2 * smoothness**2 * drift / weight,
         noise=smoothness * problem.noise * noise / (workers * weight),
-        caveats=caveats,
         early=2 * early / weight,
+        early_rounds=early_rounds,
         steps=steps,
     )
 
@@ -298,9 +300,10 @@ def per_worker_speedup_bound(problem: Problem, *, periods: Sequence[int], steps:
     (0.1, 0.0144, 0.04)
     """
     checked = _periods(periods)
-    rounds = max(1, whole_number("steps", steps, at_least=1) // min(checked))
+    if whole_number("steps", steps, at_least=1) < min(checked):
+        raise ValueError(f"steps must be at least the smallest period {min(checked)}, got {steps}: there is no round")
     lr = speedup_lr(problem, workers=len(checked), steps=steps)
-    return per_worker_bound(problem, periods=checked, rounds=rounds, lr=lr)
+    return per_worker_bound(problem, periods=checked, rounds=steps // min(checked), lr=lr)
 
 
 def _reach(period: int, overlap: int) -> int:
@@ -318,7 +321,12 @@ def _periods(periods: Sequence[int]) -> list[int]:
     return [whole_number(f"periods[{i}]", period, at_least=1) for i, period in enumerate(periods)]
 
 
+def _above(lr: float, smoothness: float) -> bool:
+    """Is lr > 1/L, by more than rounding?"""
+    return lr * smoothness > 1 + 1e-12
+
+
 def _lr_caveats(lr: float, smoothness: float) -> tuple[str, ...]:
-    if lr <= 1 / smoothness:
+    if not _above(lr, smoothness):
         return ()
     return (f"lr = {lr:g} is {lr * smoothness:.3g} times 1/L = {1 / smoothness:g}: the theorem is silent there",)

@@ -68,25 +68,23 @@ class Link:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to average."""
+    """One way to average, and one run with it: of all T steps or, with a budget, of as many as fit."""
 
     period: int
     overlap: int
+    steps: int
     rounds: int
     bytes_sent: int
-    """Per worker, in the whole run."""
+    """Per worker."""
     seconds: float
-    """Of the whole run."""
     seconds_per_step: float
     """On average, with what is waited for."""
     guaranteed: bool
-    """Does Corollary 1, part 2 cover it?"""
-    steps_in_budget: int | None = None
-    """How many steps fit into the budget."""
+    """Does Corollary 1, part 2 cover it for so many steps?"""
     lr: float | None = None
-    """The one that minimises Theorem 1's bound for so many steps."""
+    """The one that minimises Theorem 1's bound for so many steps; None without constants."""
     bound: Bound | None = None
-    """Theorem 1's, with that lr and so many steps; None without constants."""
+    """Theorem 1's, with that lr."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,14 @@ class Plan:
 
     workers: int
     steps: int
+    """T, as asked for."""
     guaranteed_period: int
-    """The largest that Corollary 1, part 2 covers at overlap 1; 1 if it covers none."""
+    """The largest that Corollary 1, part 2 covers at overlap 1 for T; 1 if it covers none."""
     is_vacuous: bool
     """Does the guarantee, at overlap 1, reach no further than averaging after every step?"""
     problem: Problem | None
-    budget_seconds: float
+    budget_seconds: float | None
+    """Within which every option's run stays; None: every one takes T steps."""
     options: tuple[Option, ...]
     """Every period with every overlap that it can have."""
     chosen: Option
@@ -108,7 +108,11 @@ class Plan:
     """Sentences."""
 
     def option(self, period: int, overlap: int = 0) -> Option:
-        return next(o for o in self.options if (o.period, o.overlap) == (period, overlap))
+        """The one with this period and overlap."""
+        for option in self.options:
+            if (option.period, option.overlap) == (period, overlap):
+                return option
+        raise ValueError(f"the plan has no option with period {period} and overlap {overlap}")
 
 
 def make_plan(
@@ -126,8 +130,8 @@ def make_plan(
     """How often to average, for a run of ``steps`` steps or, with a budget, for as many as fit into it.
 
     With the problem's constants, the choice minimises Theorem 1's bound within the budget (without one: the time that
-    ``steps`` take with the cheapest option). Without constants it is the guaranteed period, or, where the guarantee
-    says nothing, the smallest period at which waiting for averages costs less than a tenth of the time.
+    ``steps`` take with the cheapest option). Without constants it is the fastest option that the guarantee covers, or,
+    where that says nothing, the smallest period at which waiting for averages costs less than a tenth of the computing.
 
     >>> link = Link(bytes_per_second=125e6)
     >>> plan = make_plan(workers=8, steps=58_500, model_bytes=1_100_000, step_seconds=0.02, link=link)
@@ -139,19 +143,22 @@ def make_plan(
     step_seconds = positive("step_seconds", step_seconds)
     transfer = link.average_seconds(model_bytes, workers=workers)
     guaranteed = largest_period(workers=workers, steps=steps)
-    combinations = [(i, d) for i in sorted({*periods, guaranteed}) for d in sorted(set(overlaps)) if d <= i]
-    pace = {(i, d): step_seconds + max(0.0, transfer - d * step_seconds) / i for i, d in combinations}
-    if budget_seconds is None:
-        budget_seconds = steps * min(pace.values())  # the cheapest option's time
-    positive("budget_seconds", budget_seconds)
+    pace = {
+        (i, d): step_seconds + max(0.0, transfer - d * step_seconds) / i
+        for i, d in _combinations((*periods, guaranteed), overlaps)
+    }
+    if budget_seconds is None and problem is not None:
+        budget_seconds = steps * min(pace.values())
+    if budget_seconds is not None and positive("budget_seconds", budget_seconds) < min(pace.values()) * (1 - 1e-12):
+        raise ValueError(f"budget_seconds must hold a step, {min(pace.values()):g}, got {budget_seconds:g}")
     per_round = link.bytes_sent(model_bytes, workers=workers)
     options = tuple(
-        _option(i, d, pace[i, d], workers, steps, step_seconds, per_round, problem, budget_seconds)
-        for i, d in combinations
+        _option(i, d, seconds_per_step, workers, steps, step_seconds, per_round, problem, budget_seconds)
+        for (i, d), seconds_per_step in pace.items()
     )
     covered = period_is_guaranteed(workers=workers, steps=steps, period=guaranteed)
     vacuous = guaranteed == 1 or not covered
-    chosen, reasons = _choose(options, problem, guaranteed, vacuous, step_seconds, transfer)
+    chosen, reasons = _choose(options, problem, step_seconds, transfer, vacuous)
     if vacuous and workers > 1:
         needed = steps_for_speedup(workers=workers, period=2)
         reasons = (
@@ -159,10 +166,10 @@ def make_plan(
             f"At overlap 1 the theory guarantees no period above 1: T = {steps:,}, and period 2 would need {needed:,}.",
         )
     if problem is not None:
-        lr = speedup_lr(problem, workers=workers, steps=steps)
+        lr = speedup_lr(problem, workers=workers, steps=chosen.steps)
         reasons = (
             *reasons,
-            f"Corollary 1's lr for {steps:,} steps is {lr:.3g}; the bound's own best is {chosen.lr:.3g}.",
+            f"Corollary 1's lr for {chosen.steps:,} steps is {lr:.3g}; the bound's own best is {chosen.lr:.3g}.",
         )
     return Plan(workers, steps, guaranteed, vacuous, problem, budget_seconds, options, chosen, reasons)
 
@@ -207,44 +214,48 @@ def frontier(options: Iterable[Option]) -> list[Option]:
     return found
 
 
+def _combinations(periods: Iterable[int], overlaps: Iterable[int]) -> list[tuple[int, int]]:
+    """Every period with every overlap that it can have."""
+    longest = sorted({whole_number("periods", period, at_least=1) for period in periods})
+    allowed = sorted({whole_number("overlaps", overlap, at_least=0) for overlap in overlaps})
+    found = [(period, overlap) for period in longest for overlap in allowed if overlap <= period]
+    if not found:
+        raise ValueError(f"overlaps must have one that is at most a period ({longest[-1]}), got {allowed}")
+    return found
+
+
 def _option(
     period: int,
     overlap: int,
-    pace: float,
+    seconds_per_step: float,
     workers: int,
     steps: int,
     step_seconds: float,
     bytes_per_round: int,
     problem: Problem | None,
-    budget_seconds: float,
+    budget_seconds: float | None,
 ) -> Option:
+    if budget_seconds is not None:
+        steps = max(1, int(budget_seconds / seconds_per_step * (1 + 1e-12)))  # the 1 for options too slow for one
     rounds = math.ceil(steps / period)
-    fitting = max(1, int(budget_seconds / pace * (1 + 1e-12)))
-    lr = bound = None
-    if problem is not None:
-        lr = best_lr(problem, workers=workers, steps=fitting, period=period, overlap=overlap)
-        bound = gradient_bound(problem, workers=workers, steps=fitting, lr=lr, period=period, overlap=overlap)
+    how = {"workers": workers, "steps": steps, "period": period, "overlap": overlap}
+    lr = None if problem is None else best_lr(problem, **how)
     return Option(
         period=period,
         overlap=overlap,
+        steps=steps,
         rounds=rounds,
         bytes_sent=rounds * bytes_per_round,
-        seconds=steps * step_seconds + rounds * (pace - step_seconds) * period,
-        seconds_per_step=pace,
-        guaranteed=period_is_guaranteed(workers=workers, steps=steps, period=period, overlap=overlap),
-        steps_in_budget=fitting,
+        seconds=steps * step_seconds + rounds * (seconds_per_step - step_seconds) * period,
+        seconds_per_step=seconds_per_step,
+        guaranteed=period_is_guaranteed(**how),
         lr=lr,
-        bound=bound,
+        bound=None if problem is None or lr is None else gradient_bound(problem, lr=lr, **how),
     )
 
 
 def _choose(
-    options: Sequence[Option],
-    problem: Problem | None,
-    guaranteed: int,
-    vacuous: bool,
-    step_seconds: float,
-    transfer: float,
+    options: Sequence[Option], problem: Problem | None, step_seconds: float, transfer: float, vacuous: bool
 ) -> tuple[Option, tuple[str, ...]]:
     if problem is not None:
         chosen = min(options, key=lambda o: (o.bound.total if o.bound is not None else math.inf, o.bytes_sent))
@@ -253,18 +264,20 @@ def _choose(
             f"Period {chosen.period} with overlap {chosen.overlap} minimises Theorem 1's bound within the time: "
             f"{chosen.bound.total:.3g}, of which most is {chosen.bound.dominant}.",
         )
-    steps = options[0].rounds * options[0].period
-    if not vacuous:
-        able = [o for o in options if o.guaranteed]
-        chosen = min(able, key=lambda o: (o.seconds, o.bytes_sent))
+    covered = [option for option in options if option.guaranteed]
+    if covered and not vacuous:
+        chosen = min(covered, key=lambda o: (o.seconds_per_step, o.bytes_sent / o.steps))
         return chosen, (
-            f"Period {chosen.period} with overlap {chosen.overlap} is the fastest that Corollary 1 covers (periods up "
-            f"to {guaranteed} at overlap 1).",
+            f"Period {chosen.period} with overlap {chosen.overlap} is the fastest that Corollary 1 covers: a step and "
+            f"what is waited for take {chosen.seconds_per_step / step_seconds:.3g} times the step alone.",
         )
-    cheap = [o for o in options if o.seconds <= 1.1 * steps * step_seconds]
-    chosen = min(cheap or options, key=lambda o: (o.period, o.seconds) if cheap else (o.seconds, o.period))
+    cheap = [option for option in options if option.seconds_per_step <= 1.1 * step_seconds]
+    if cheap:
+        chosen = min(cheap, key=lambda o: (o.period, o.seconds_per_step))
+    else:
+        chosen = min(options, key=lambda o: (o.seconds_per_step, o.period))
     return chosen, (
         f"An average takes {transfer / step_seconds:.3g} steps' time; at period {chosen.period} with overlap "
-        f"{chosen.overlap} waiting costs {max(0.0, chosen.seconds / (steps * step_seconds) - 1):.1%} of the computing. "
+        f"{chosen.overlap} waiting costs {max(0.0, chosen.seconds_per_step / step_seconds - 1):.1%} of the computing. "
         "This is a choice by cost, not by theory.",
     )

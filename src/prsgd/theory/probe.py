@@ -7,18 +7,21 @@ and again (``since=``) and keep the largest. A look at the start alone misleads.
     sigma^2  the variance of a mini-batch gradient
     G^2      the largest mean squared norm of a mini-batch gradient seen: a lower estimate
     gap      f(x) - f* at the first look, f* = 0 unless it is given (right for cross-entropy)
+    seconds  of a step's forward and backward pass; in a process group also of one average of the model
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
@@ -28,6 +31,8 @@ from prsgd.theory.bounds import Problem
 LossFn = Callable[[Any, Any], Tensor]
 CONVERGED = 0.05
 """A Ritz value whose residual is below this share of it."""
+FEW = 8
+"""Fewer batches give no interval for the noise."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,12 @@ class Probed:
     gap: Estimate
     loss: float
     """Now."""
+    step_seconds: float
+    """Of one forward and backward pass, the median; in a process group the slowest rank's."""
+    average_seconds: float | None
+    """Of one blocking average of the model; None outside a process group."""
+    parameters: int
+    """How many numbers train."""
     looks: int
 
     @property
@@ -83,7 +94,8 @@ def probe(
     """Look at ``loss_fn(model(x), y)`` where the model is now; the model is left as it was.
 
     ``loader`` gives batches (x, y) of the size that a worker trains with; up to ``max_batches`` are looked at. Pass the
-    last result as ``since`` to keep the largest values along the path, and the first look's gap.
+    last result as ``since`` to keep the largest values along the path, and the first look's gap. In a process group it
+    is a collective: every rank looks at its own batches, and how long an average takes is measured too.
 
     >>> import torch, prsgd
     >>> from prsgd.tasks import synthetic
@@ -96,7 +108,8 @@ def probe(
     max_batches = whole_number("max_batches", max_batches, at_least=2)
     curvature_batches = whole_number("curvature_batches", curvature_batches, at_least=1)
     lanczos_steps = whole_number("lanczos_steps", lanczos_steps, at_least=2)
-    batches = [batch for _, batch in zip(range(max_batches), loader)]
+    with _random_numbers_kept():  # a loader that shuffles draws some
+        batches = [batch for _, batch in zip(range(max_batches), loader)]
     if len(batches) < 2:
         raise ValueError(f"loader must give at least two batches, got {len(batches)}")
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -105,12 +118,16 @@ def probe(
     with _left_alone(model):
         losses: list[float] = []
         gradients: list[Tensor] = []
+        times: list[float] = []
         for x, y in batches:
+            begin = time.perf_counter()
             loss = loss_fn(model(x), y)
-            if not torch.isfinite(loss):
-                raise ValueError(f"the loss must be finite, got {float(loss.detach())} on batch {len(losses)}")
+            found = torch.autograd.grad(loss, parameters, allow_unused=True)
             losses.append(float(loss.detach()))
-            gradients.append(_flat(torch.autograd.grad(loss, parameters, allow_unused=True), parameters))
+            times.append(time.perf_counter() - begin)
+            if not math.isfinite(losses[-1]):
+                raise ValueError(f"the loss must be finite, got {losses[-1]} on batch {len(losses) - 1}")
+            gradients.append(_flat(found, parameters))
         curvature, residual = _curvature(
             model, loss_fn, batches[:curvature_batches], parameters, lanczos_steps, torch.Generator().manual_seed(seed)
         )
@@ -124,7 +141,9 @@ def probe(
         loss_now - best_value + error,
         f"the loss at the first look, above f* = {best_value:g}",
     )
-    now = Probed(smoothness, noise, moment, gap, loss_now, 1)
+    size = sum(p.numel() for p in parameters)
+    step_seconds, average_seconds = _in_the_group(median(times), size, parameters[0].device)
+    now = Probed(smoothness, noise, moment, gap, loss_now, step_seconds, average_seconds, size, 1)
     return now if since is None else merged(since, now)
 
 
@@ -136,6 +155,9 @@ def merged(since: Probed, now: Probed) -> Probed:
         grad_second_moment=max(since.grad_second_moment, now.grad_second_moment, key=lambda e: e.value),
         gap=since.gap,
         loss=now.loss,
+        step_seconds=now.step_seconds,
+        average_seconds=now.average_seconds,
+        parameters=now.parameters,
         looks=since.looks + now.looks,
     )
 
@@ -174,8 +196,10 @@ def _noise(gradients: list[Tensor]) -> Estimate:
     n = len(gradients)
     mean = torch.stack(gradients).mean(dim=0)
     squares = [float((g - mean).square().sum()) * n / (n - 1) for g in gradients]
-    error = 2 * stdev(squares) / math.sqrt(n)
     value = fmean(squares)
+    if n < FEW:  # two batches are equally far from their mean, whatever the noise: the spread says nothing
+        return Estimate(value, 0.0, math.inf, f"variance over {n} batches only: no interval below {FEW}, take more")
+    error = 2 * stdev(squares) / math.sqrt(n)
     return Estimate(value, max(0.0, value - error), value + error, f"variance over {n} batches, two standard errors")
 
 
@@ -192,10 +216,12 @@ def _moment(gradients: list[Tensor]) -> Estimate:
 
 def _smoothness(curvature: float, residual: float, steps: int) -> Estimate:
     """The largest Ritz value in magnitude lies within its residual of an eigenvalue."""
+    if curvature == 0:
+        raise ValueError("the loss has no curvature here (its Hessian is zero): L cannot be estimated")
     says = "the largest curvature seen: the supremum along the path is above"
-    if residual > CONVERGED * max(curvature, 1e-30):
+    if residual > CONVERGED * curvature:
         says = f"not converged after {steps} Lanczos steps (residual {residual:.2g}): take more; {says}"
-    return Estimate(max(curvature, 1e-30), max(0.0, curvature - residual), math.inf, says)
+    return Estimate(curvature, max(0.0, curvature - residual), math.inf, says)
 
 
 def _curvature(
@@ -212,8 +238,11 @@ def _curvature(
     device, dtype = parameters[0].device, torch.float64
     noise_level = min(1e-4, 100 * torch.finfo(parameters[0].dtype).eps)
 
+    drawn = torch.get_rng_state()
+
     def times(vector: Tensor) -> Tensor:
         product = torch.zeros(size, dtype=dtype, device=device)
+        torch.set_rng_state(drawn)  # with dropout, one Hessian for all products
         for x, y in batches:
             gradients = torch.autograd.grad(loss_fn(model(x), y), parameters, create_graph=True, allow_unused=True)
             along = _dot(gradients, vector, parameters)
@@ -259,11 +288,33 @@ def _flat(tensors: Iterable[Tensor | None], parameters: Sequence[Tensor]) -> Ten
     )
 
 
+def _in_the_group(step_seconds: float, size: int, device: torch.device) -> tuple[float, float | None]:
+    """The slowest rank's step, and the median of a few averages of ``size`` numbers after a first one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return step_seconds, None
+    slowest = torch.tensor(step_seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    flat, times = torch.zeros(size, device=device), []
+    for _ in range(6):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(flat)
+        flat[0].item()  # on a GPU, until it is there
+        times.append(time.perf_counter() - begin)
+    return float(slowest), median(times[1:])
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
 @contextmanager
 def _left_alone(model: nn.Module) -> Iterator[None]:
     """Buffers that forward changes are put back; gradients are not touched, and random numbers are as before."""
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=[]):
+    with _random_numbers_kept():
         try:
             yield
         finally:
