@@ -213,7 +213,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert main(["plan", "--workers", "8", "--steps", "1000", "--probe", str(tmp_path / "probe.json"), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["problem"]["smoothness"] == found["smoothness"]["value"]
-    known = synthetic.constants().noise / 32 * (4096 - 32) / 4095  # drawn without replacement
+    known = synthetic.constants().noise / 8 * (4096 - 8) / 4095  # drawn without replacement
     assert found["noise"]["value"] == pytest.approx(known, rel=1e-5)
     assert found["smoothness"]["value"] == pytest.approx(2.0, rel=0.1)
     with pytest.raises(SystemExit) as stopped:

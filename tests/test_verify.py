@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from playwright.sync_api import sync_playwright
 from torch import Tensor, nn
 
 import prsgd
 from prsgd.cli import main
+from prsgd.report import verified
 from prsgd.theory.bounds import active_workers
 from prsgd.theory.simulate import run, run_growing, run_per_worker, two_wells, wells
 from prsgd.theory.verify import QUICK, Claim, claims, constants
+from tests.test_report_page import ARGUMENTS, CHROMIUM
 
 CENTRE = np.array([0.5, -0.3, 0.1])
 
@@ -89,12 +94,29 @@ def test_the_functions_constants() -> None:
 
 
 @pytest.mark.timeout(400)
-def test_the_papers_claims_hold() -> None:
+def test_the_papers_claims_hold(tmp_path: Path) -> None:
     found = list(claims(QUICK))
     assert [claim.name for claim in found if not claim.holds] == []
     slopes = {c.name[-2:].strip(): c.measured for c in found if "slope" in c.name}
     assert slopes["1"] < slopes["4"] < slopes["64"]
     assert all(len(claim.name) <= 48 for claim in found)
+    page = verified.write(found, QUICK, tmp_path)
+    assert len(json.loads((tmp_path / "verify.json").read_text())) == len(found)
+    for key in ("speedup", "one-shot", "two-wells", "drift", "communication"):
+        assert (tmp_path / "figures" / f"{key}.png").stat().st_size > 5000
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        tab = browser.new_page()
+        problems: list[str] = []
+        tab.on("console", lambda message: problems.append(message.text))
+        tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.goto(page.as_uri())
+        assert tab.locator("svg.chart").count() == 5
+        assert tab.locator("[data-chart=speedup] .curve path.line").count() == 4
+        assert tab.locator("[data-chart=speedup] .ring").count() >= 6  # where the guarantee reaches
+        assert tab.locator(".claims tbody tr").count() == len(found)
+        assert problems == []
+        browser.close()
 
 
 def test_a_claim_that_does_not_hold_says_so(

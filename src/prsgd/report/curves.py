@@ -44,6 +44,8 @@ class Chart:
     marks: tuple[float, ...]
     """The epochs at which the lr falls."""
     curves: tuple[Curve, ...]
+    rings: tuple[tuple[float, float], ...] = ()
+    """Points with a ring around them."""
 
 
 def charts(groups: Sequence[Group]) -> list[Chart]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,15 @@ _STYLE: dict[str, Any] = {
 
 
 def draw(groups: Sequence[Group], folder: Path) -> list[Path]:
-    """figures/NAME.png and .svg in ``folder`` for each figure that there are numbers for; returns their paths.
+    """figures/NAME.png and .svg in ``folder`` for each figure that there are numbers for; returns their paths."""
+    split = first_split(groups)
+    return draw_charts(charts(groups), folder, {} if split is None else {"split": lambda: _bars(split)})
+
+
+def draw_charts(
+    found: Sequence[Chart], folder: Path, others: Mapping[str, Callable[[], Figure]] | None = None
+) -> list[Path]:
+    """The same for charts, and for others that draw themselves.
 
     The same numbers give the same bytes: a figure under version control changes only when they do.
     """
@@ -58,10 +66,8 @@ def draw(groups: Sequence[Group], folder: Path) -> list[Path]:
     place.mkdir(parents=True, exist_ok=True)
     paths = []
     with style.context(["default", _STYLE]):  # whatever the user's matplotlibrc says
-        made = [(chart.key, _chart(chart)) for chart in charts(groups)]
-        split = first_split(groups)
-        if split is not None:
-            made.append(("split", _bars(split)))
+        made = [(chart.key, _chart(chart)) for chart in found]
+        made += [(key, make()) for key, make in (others or {}).items()]
         for key, figure in made:
             for kind in ("png", "svg"):
                 paths.append(place / f"{key}.{kind}")
@@ -117,6 +123,9 @@ def _chart(chart: Chart) -> Figure:
             axes.text(mark, 1.01, "lr / 10", transform=above, fontsize=6, color="#777777", ha="center", va="bottom")
     for curve in chart.curves:
         _curve(axes, curve)
+    if chart.rings:
+        x, y = zip(*chart.rings)
+        axes.scatter(x, y, s=45, facecolors="none", edgecolors="#333333", linewidths=0.7, zorder=4)
     if chart.log_x:
         axes.set_xscale("log")
         _log_ticks(axes.xaxis, *axes.get_xlim())

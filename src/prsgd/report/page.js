@@ -102,6 +102,7 @@ function draw(self) {
   const inside = svg("g", { "clip-path": `url(#${clip})` }, self.svg);
   shown(self).forEach((curve) => band(self, curve, inside));
   shown(self).forEach((curve) => line(self, curve, inside));
+  for (const [x, y] of chart.rings) svg("circle", { class: "ring", cx: self.x(x), cy: self.y(y), r: 8 }, inside);
   self.cross = svg("g", {}, self.svg);
   leave(self);
 }
@@ -190,7 +191,7 @@ function read(self, x) {
   const at = self.x(x);
   svg("line", { class: "cross", x1: at, x2: at, y1: box.top, y2: box.bottom }, self.cross);
   self.tip.replaceChildren();
-  html("b", {}, self.tip).textContent = chart.x_label === "epoch" ? `epoch ${valueText(x)}` : `${valueText(x)} ${chart.x_label}`;
+  html("b", {}, self.tip).textContent = chart.x_label.includes(" sent") ? `${valueText(x)} ${chart.x_label}` : `${chart.x_label} ${valueText(x)}`;
   for (const curve of shown(self)) {
     const value = valueAt(self, curve, x);
     const row = html("div", {}, self.tip);

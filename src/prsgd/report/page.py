@@ -60,19 +60,17 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def _render(groups: Sequence[Group], out: Path) -> str:
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
     found = charts(groups)
     split = first_split(groups)
     table = rows(groups)
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return template.from_string(_part("page.html.j2")).render(
+    return render(
+        "page.html.j2",
+        _data(groups, found),
         title=about.title(groups),
         verdict=verdict(groups),
         sentences=about.what_was_run(groups),
         unfinished=[one for one in groups if one.state],
-        charts=[_figure(chart, out) for chart in found],
+        charts=[figure_of(chart, out, *_CAPTIONS[chart.key]) for chart in found],
         split=None if split is None else _static("split", out),
         split_sentence=about.split_sentence(str(groups[0].runs[0].config.get("split", "iid"))),
         rows=[(row, row_cells(row)) for row in table],
@@ -80,9 +78,22 @@ def _render(groups: Sequence[Group], out: Path) -> str:
         methods=about.method_words(groups),
         commands=about.commands(groups),
         environment=about.environments(groups),
+    )
+
+
+def render(template: str, data: dict[str, Any], **values: Any) -> str:
+    """A page in the common frame; ``data`` is what its script draws."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+    from markupsafe import Markup
+
+    pages = Environment(
+        loader=FunctionLoader(_part), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return pages.get_template(template).render(
         css=Markup(_part("page.css")),
         js=Markup(_part("axes.js") + _part("page.js")),
-        data=Markup(_embedded(_data(groups, found))),
+        data=Markup(_embedded(data)),
+        **values,
     )
 
 
@@ -90,8 +101,8 @@ def _part(name: str) -> str:
     return (resources.files("prsgd.report") / name).read_text(encoding="utf-8")
 
 
-def _figure(chart: Chart, out: Path) -> dict[str, str]:
-    heading, caption = _CAPTIONS[chart.key]
+def figure_of(chart: Chart, out: Path, heading: str, caption: str) -> dict[str, str]:
+    """What a template needs to show a chart that was drawn to ``out``."""
     if chart.floor:
         caption += f" The axis begins at {chart.floor:.0f} %; the first epochs are below."
     return {"key": chart.key, "heading": heading, "caption": caption, "image": _static(chart.key, out)}
@@ -107,10 +118,14 @@ def _data(groups: Sequence[Group], found: Sequence[Chart]) -> dict[str, Any]:
     split = first_split(groups)
     colours = [] if split is None else class_colours(len(split[0]))
     return {
-        "charts": {chart.key: _rounded(asdict(chart)) for chart in found},
+        **chart_data(found),
         "split": split,
         "classes": [{"fill": colour, "ink": "#000" if is_light(colour) else "#fff"} for colour in colours],
     }
+
+
+def chart_data(found: Sequence[Chart]) -> dict[str, Any]:
+    return {"charts": {chart.key: _rounded(asdict(chart)) for chart in found}}
 
 
 def _rounded(value: Any) -> Any:
