@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from prsgd import units
 from prsgd.cli import main
+from prsgd.links import Link
 from prsgd.theory.bounds import Problem, gradient_bound
-from prsgd.theory.plan import Link, best_lr, frontier, make_plan
+from prsgd.theory.plan import best_lr, frontier, make_plan
 
 LAN = Link(bytes_per_second=125e6)
 PROBLEM = Problem(smoothness=10.0, noise=1.0, grad_second_moment=4.0, gap=2.3)
@@ -35,6 +36,9 @@ def test_costs_by_hand() -> None:
     server = Link(bytes_per_second=125e6, latency_seconds=0.1, shape="parameter-server")
     assert server.average_seconds(10**8, workers=4) == pytest.approx(6 * 0.8 + 0.2)
     assert server.bytes_sent(10**8, workers=4) == 10**8
+    tree = Link(bytes_per_second=125e6, latency_seconds=0.1, shape="tree")
+    assert tree.average_seconds(10**8, workers=4) == pytest.approx(4 * 0.9)  # two turns up, two down
+    assert tree.average_seconds(10**8, workers=5) == pytest.approx(6 * 0.9)
     slow = Link(bytes_per_second=125e6, latency_seconds=0.1)
     assert slow.average_seconds(10**8, workers=4) == pytest.approx(1.2 + 0.6)
     assert slow.average_seconds(10**8, workers=1) == 0
@@ -166,7 +170,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--workers", "8", "--steps", "9", "--latency", "3"], "latency must be a time with a unit such as"),
         (["--workers", "8", "--steps", "9", "--parameters", "1.5"], "parameters must be a whole number >= 1 such as"),
         (["--workers", "8", "--steps", "9", "--gap", "1"], "the bound needs all four constants, smoothness, noise"),
-        (["--workers", "8", "--steps", "9", "--shape", "rng"], "shape must be one of 'all-reduce', 'parameter-server'"),
+        (
+            ["--workers", "8", "--steps", "9", "--shape", "rng"],
+            "shape must be one of 'ring', 'tree', 'param",
+        ),
         (["--workers", "8", "--budget", "1ms"], "budget_seconds must hold a step"),
         (["--workers", "8", "--steps", "9", "--probe", "/nowhere.json"], "/nowhere.json: No such file or directory"),
         (["--workers", "8", "--steps", "9", "--probe", __file__], "not what `prsgd probe --json` prints"),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prsgd.launching import launch
     from prsgd.local_sgd import LocalSGD
     from prsgd.records import Record
-    from prsgd.schedules import Now, Round, Schedule, every, growing, once, per_worker
+    from prsgd.schedules import Now, Round, Schedule, every, growing, measured, once, per_worker, timed
     from prsgd.theory.probe import probe
 
 __version__ = "0.1.0"
@@ -59,9 +59,11 @@ _HOME = {
     "init": "comm.joining",
     "launch": "launching",
     "mean": "averaging.mean",
+    "measured": "schedules",
     "once": "schedules",
     "per_worker": "schedules",
     "probe": "theory.probe",
+    "timed": "schedules",
 }
 
 __all__ = [
@@ -92,9 +94,11 @@ __all__ = [
     "init",
     "launch",
     "mean",
+    "measured",
     "once",
     "per_worker",
     "probe",
+    "timed",
 ]
 
 

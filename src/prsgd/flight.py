@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from prsgd.averaging.base import Header, Landing, Sums
 from prsgd.buffers import Buffers
 from prsgd.comm.base import Communicator, Done, Work
 from prsgd.optimizer_state import OptimizerState
-from prsgd.records import Record
+from prsgd.records import Modelled, Record
 from prsgd.state import Rows, subtract_from
 from prsgd.worker import Worker
 
@@ -50,7 +50,7 @@ class Flight:
     pooled: tuple[Tensor, Tensor] | None = None
     """All workers' buffers, once somebody needed them."""
 
-    def record(self, *, round: int, lr: float) -> Record:
+    def record(self, *, round: int, lr: float, modelled: Modelled | None) -> Record:
         """What is known of it here; the numbers of all processes come with the next one."""
         assert self.landing is not None
         sums = self.landing.header.sums
@@ -70,6 +70,7 @@ class Flight:
             drift=None,
             loss=None,
             samples=0,
+            modelled=modelled,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,13 +84,19 @@ class Flight:
             "extras": header.extras.clone(),
             "exact": header.exact.clone(),
             "sums": list(header.sums),
+            "step_seconds": list(header.step_seconds),
             "bytes_sent": [self.landing.bytes_sent, self.landing.server_bytes_sent],
         }
 
     @staticmethod
     def from_state(state: Mapping[str, Any], snap: Tensor) -> Flight:
         fields = dict(state)
-        header = Header(Sums(*fields.pop("sums")), fields.pop("exact").clone(), fields.pop("extras").clone())
+        header = Header(
+            Sums(*fields.pop("sums")),
+            fields.pop("exact").clone(),
+            fields.pop("extras").clone(),
+            step_seconds=tuple(fields.pop("step_seconds", ())),
+        )
         target = fields.pop("target")
         landing = Landing(None if target is None else target.clone(), header, *fields.pop("bytes_sent"))
         fields["to_land"] = set(fields["to_land"])
@@ -126,13 +133,17 @@ class Hangar:
         optimizer_state: str,
         overlap: int,
         comm: Communicator,
+        shares_speed: bool = False,
     ) -> None:
         self.rows = rows
+        self._num_times = comm.num_workers if shares_speed else 0
         self.buffers = Buffers(models, comm.workers, comm.num_workers)
         self._state = OptimizerState(optimizers, rows.workers, travels=optimizer_state == "average")
         self._optimizer_state, self._overlap, self._workers = optimizer_state, overlap, comm.workers
         self._widths = [rows.width, self._state.width, self.buffers.width]
-        self._flat_width = rows.width + self._state.width + len(Sums._fields) + self.buffers.sum_width
+        self._flat_width = sum(
+            (rows.width, self._state.width, len(Sums._fields), self._num_times, self.buffers.sum_width)
+        )
         # Made when first needed: the flat buffer, and the hosted workers' snapshots or what of them is not in place.
         self._sums = [torch.zeros(())] * len(models)  # of the snapshots: not finite if a number is not
         self._flat: Tensor | None = None
@@ -144,6 +155,7 @@ class Hangar:
         return [
             *self._state.describe(),
             f"optimizer_state {self._optimizer_state!r}, overlap {self._overlap}, sums in {dtype}",
+            f"{self._num_times} step times in the header",
         ]
 
     def settle(self) -> None:
@@ -181,7 +193,14 @@ class Hangar:
         return all(bool(torch.isfinite(part).all()) for part in (row, *beside))
 
     def header(
-        self, boarding: Boarding, workers: Sequence[Worker], numbers: Sums, *, round: int, kind: str = "average"
+        self,
+        boarding: Boarding,
+        workers: Sequence[Worker],
+        numbers: Sums,
+        *,
+        round: int,
+        step_seconds: Callable[[int], float],
+        kind: str = "average",
     ) -> Header:
         """What travels beside the rows. A worker counts if its model is finite and, once it is done, has news.
 
@@ -210,8 +229,16 @@ class Hangar:
             counts=counts,
             steps=steps,
             samples=tuple(samples - w.seen_samples for (_, samples), w in zip(at, workers)),
+            step_seconds=self._step_seconds(step_seconds),
             flat=boarding.flat,
         )
+
+    def _step_seconds(self, of: Callable[[int], float]) -> tuple[float, ...]:
+        found = [0.0] * self._num_times
+        if found:
+            for i, worker in enumerate(self._workers):
+                found[worker] = of(i)
+        return tuple(found)
 
     def land(self, i: int, flight: Flight, *, moved: bool, with_buffers: bool) -> None:
         """Move worker i to its target: x_i += target_i - snap_i, or the target itself if it has not moved since."""

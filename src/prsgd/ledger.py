@@ -61,7 +61,7 @@ class Ledger:
         self.round = record.round
         self._incomplete, self._drift, self._drifts = record, drift, drifts
 
-    def complete(self, sums: Sums) -> None:
+    def complete(self, sums: Sums, step_seconds: tuple[float, ...] | None = None) -> None:
         """The last average's numbers came with this header."""
         if self._incomplete is None:
             return
@@ -70,6 +70,7 @@ class Ledger:
             drift=sums.drift / sums.drifts if sums.drifts and math.isfinite(sums.drift) else None,
             loss=sums.loss / sums.losses if sums.losses else None,
             samples=round(sums.samples),
+            step_seconds=step_seconds,
         )
         self._incomplete = None
         self.records.append(record)
@@ -97,8 +98,8 @@ class Ledger:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.round, self._drift, self._drifts = state["round"], state["drift"], state["drifts"]
         self._logs_first = state["logs_first"]
-        self._incomplete = None if state["incomplete"] is None else Record(**state["incomplete"])
-        self.records = [] if state["last"] is None else [Record(**state["last"])]
+        self._incomplete = None if state["incomplete"] is None else Record.from_dict(state["incomplete"])
+        self.records = [] if state["last"] is None else [Record.from_dict(state["last"])]
 
 
 def _per_worker(name: str, value: Any, n: int) -> list[Any]:

@@ -32,6 +32,7 @@ from prsgd import comm as communicators
 from prsgd._check import one_of, positive, whole_number
 from prsgd.averaging.base import Averaging, Landing
 from prsgd.averaging.mean import mean
+from prsgd.clocks import Timekeeper, WallClock
 from prsgd.comm.base import Communicator
 from prsgd.entering import agree, describe, hosted, owners, start_from_worker_0
 from prsgd.errors import UsageError
@@ -41,6 +42,7 @@ from prsgd.ledger import Ledger
 from prsgd.records import Record
 from prsgd.schedules import Now, Schedule
 from prsgd.tower import Tower
+from prsgd.trace import Trace
 from prsgd.worker import Worker
 
 _in_use: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -53,12 +55,12 @@ class LocalSGD:
     ``model`` is a module (this process is one worker) or a ``Fleet`` (it hosts several); ``optimizer`` one ordinary
     torch optimizer over its parameters, or a list in the order in which they step: the last one's step counts.
 
-    - ``schedule``: when to average: ``every``, ``growing``, ``per_worker``, ``once``.
+    - ``schedule``: when to average: ``every``, ``growing``, ``per_worker``, ``measured``, ``timed``, ``once``.
     - ``averaging``: how: ``mean()`` unless given.
     - ``overlap``: steps that hide the transfer; 0 averages right after a step, blocking.
     - ``optimizer_state`` at an average: "keep" each worker's own, "average" it too (overlap <= 1), or "reset" it.
     - ``comm``: where the workers live; the running torch.distributed group unless given, or this process alone.
-    - ``clock``: worker -> seconds, for rounds that end by the clock.
+    - ``clock``: worker -> seconds, for rounds that end by the clock; or a ``prsgd.cluster.ClusterClock``.
     - ``timeout_seconds``: how long to wait for an average; ``done_timeout_seconds``: how long a worker that has run
       out of data waits for the others' next one.
     - ``on_record``: called with each complete ``Record``.
@@ -105,7 +107,9 @@ class LocalSGD:
         self._comm = comm or (
             self._fleet.comm if self._fleet else communicators.current(timeout_seconds=timeout_seconds)
         )
-        self._schedule, self._averaging, self._clock = schedule, averaging or mean(), clock or _wall_clock
+        self._schedule, self._averaging = schedule, averaging or mean()
+        self._clock = clock if isinstance(clock, Timekeeper) else WallClock(self._comm.workers, clock)
+        self._clock.check(self._comm.num_workers, self._comm.workers)
         schedule.check(self._comm.num_workers, self._overlap)
         self._models, rows = hosted(model, self._comm)
         if comm is None:
@@ -120,7 +124,13 @@ class LocalSGD:
         ]
         self._known = self._parameters()
         self._hangar = Hangar(
-            self._models, rows, self._optimizers, optimizer_state=optimizer_state, overlap=overlap, comm=self._comm
+            self._models,
+            rows,
+            self._optimizers,
+            optimizer_state=optimizer_state,
+            overlap=overlap,
+            comm=self._comm,
+            shares_speed=getattr(schedule, "shares_speed", False),
         )
         self._flight: Flight | None = None
         self._ledger = Ledger(self._workers, on_record)
@@ -130,6 +140,7 @@ class LocalSGD:
             self._hangar,
             self._ledger,
             self._workers,
+            self._clock,
             timeout_seconds=positive("timeout_seconds", timeout_seconds),
             done_timeout_seconds=positive("done_timeout_seconds", done_timeout_seconds),
         )
@@ -158,6 +169,17 @@ class LocalSGD:
     def records(self) -> list[Record]:
         """One for each average; the newest one's comes with the next average, or with ``finish``."""
         return self._ledger.records
+
+    @property
+    def trace(self) -> Trace:
+        """What the hosted workers did when: the newest steps and averages."""
+        return self._clock.trace
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training, such as writing a checkpoint: rounds that end by the clock do not count it."""
+        with self._clock.paused():
+            yield
 
     def start(self) -> LocalSGD:
         """Check that the workers fit together, start all from worker 0's model (unless a state was loaded), hook in."""
@@ -209,6 +231,10 @@ class LocalSGD:
         the user's own module (of a fleet the first hosted one) with other numbers in it.
         """
         self._require_running("consensus")
+        with self._clock.paused():
+            yield from self._consensus()
+
+    def _consensus(self) -> Iterator[nn.Module]:
         self._check_rows()
         landing = self._tower.consensus()
         model, rows, buffers = self._models[0], self._hangar.rows, self._hangar.buffers
@@ -245,6 +271,7 @@ class LocalSGD:
             "workers": [w.state_dict(self._clock) for w in self._workers],
             "ledger": self._ledger.state_dict(),
             "averaging": self._averaging.state_dict(),
+            "clock": self._clock.state_dict(),
             "memory": self._hangar.state_dict(
                 with_snapshots=bool(self._overlap) and (flight is not None or any(w.closed for w in self._workers))
             ),
@@ -260,6 +287,7 @@ class LocalSGD:
             raise ValueError(f"state must be of workers {list(self._comm.workers)}, got {ids}")
         self._ledger.load_state_dict(state["ledger"])
         self._averaging.load_state_dict(state["averaging"])
+        self._clock.load_state_dict(state["clock"])
         self._hangar.load_state_dict(state["memory"])
         self._workers[:] = [Worker.from_state(w, self._clock) for w in state["workers"]]
         if state["flight"] is not None:
@@ -282,6 +310,7 @@ class LocalSGD:
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
         if self._fleet is not None:
             self._fleet.on_stop = self._guarded_advance
+        self._clock.begin()
         self._advance()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -299,6 +328,11 @@ class LocalSGD:
                     self._drop_gradient(i)
         if _skipped(optimizer):
             return
+        taking = [i for i in self._owners[optimizer] if not self._workers[i].in_step and self._takes_part(i)]
+        for i in taking:
+            self._workers[i].in_step = True
+        if taking:
+            self._clock.computed(taking)
         if self._flight is not None:
             with self._guarded():
                 self._land_in_step(self._owners[optimizer])
@@ -325,8 +359,10 @@ class LocalSGD:
             w.moved |= w.took_step
             if optimizer is self._closers[i] and (w.took_step or w.skips):
                 w.steps += w.took_step
-                w.skips = False
+                w.skips = w.in_step = False
                 stepped = True
+        if stepped:
+            self._clock.stepped(self.step)
         if stepped and (self._fleet is not None or self._is_boundary(self._workers[0])):
             self._guarded_advance()
 
@@ -402,6 +438,7 @@ class LocalSGD:
         w.period = taken if by_clock else None
         w.closed, w.round, w.lands_at = True, None, w.steps + overlap
         w.snap()
+        self._clock.closed(i)
         if self._overlap:
             self._hangar.capture(i)
             if by_clock:
@@ -446,6 +483,7 @@ class LocalSGD:
         if w.done and w.round is None:
             w.end_round()
         flight.copy_seconds += time.perf_counter() - began
+        self._clock.landed(i, self.round + 1)
 
     def _complete(self, flight: Flight, landing: Landing) -> None:
         """It has landed on all hosted workers."""
@@ -457,7 +495,7 @@ class LocalSGD:
                 w.pooled = w.snapped_at
         if not sums.workers or sums.consensus:  # nobody had anything new, or it was a consensus that we answered
             return
-        record = flight.record(round=self.round + 1, lr=self._lr())
+        record = flight.record(round=self.round + 1, lr=self._lr(), modelled=self._clock.completed())
         self._ledger.enter(record, flight.drift, flight.drifts)
 
     def _pools(self, landing: Landing) -> bool:
@@ -553,10 +591,6 @@ _WHEN = {
     "failed": "after the run failed",
     "in consensus": "inside consensus()",
 }
-
-
-def _wall_clock(_: int) -> float:
-    return time.monotonic()
 
 
 def _kind(averaging: Averaging) -> str:

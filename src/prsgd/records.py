@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """What a round would have taken on a modelled cluster, in seconds; one entry per worker."""
+
+    seconds: float
+    """Since the start, when the last worker went on."""
+    computing: tuple[float, ...]
+    waiting: tuple[float, ...]
+    """For the others to close their rounds."""
+    communicating: tuple[float, ...]
+    """Waiting for the transfer, and copying."""
+    hidden: tuple[float, ...]
+    """Of the transfer, while it computed."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,21 @@ class Record:
     """Mean of the losses given to ``log`` in this round; None if there were none."""
     samples: int
     """Sum of the samples given to ``log`` in this round."""
+    step_seconds: tuple[float, ...] | None = None
+    """Mean seconds of a step, by worker id, as known one average later; None unless the schedule asks for it."""
+    modelled: Modelled | None = None
+    """With a ``prsgd.cluster.ClusterClock``."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Record:
+        """Back from ``dataclasses.asdict``."""
+        found = dict(values)
+        if found.get("step_seconds") is not None:
+            found["step_seconds"] = tuple(found["step_seconds"])
+        if found.get("modelled") is not None:
+            seconds, *parts = found["modelled"].values()
+            found["modelled"] = Modelled(seconds, *map(tuple, parts))
+        return cls(**found)
 
 
 @dataclass

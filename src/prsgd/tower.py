@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from prsgd.averaging.base import Averaging, Landing, Sums
+from prsgd.averaging.base import Averaging, Header, Landing, Sums
+from prsgd.clocks import Timekeeper
 from prsgd.comm.base import Communicator
 from prsgd.errors import DivergedError, MismatchError, PeerError
-from prsgd.flight import Flight, Hangar
+from prsgd.flight import Boarding, Flight, Hangar
 from prsgd.ledger import Ledger
 from prsgd.worker import Worker
 
@@ -25,12 +26,13 @@ class Tower:
         hangar: Hangar,
         ledger: Ledger,
         workers: Sequence[Worker],
+        clock: Timekeeper,
         *,
         timeout_seconds: float,
         done_timeout_seconds: float,
     ) -> None:
         self._comm, self._averaging = comm, averaging
-        self._hangar, self._ledger, self._workers = hangar, ledger, workers
+        self._hangar, self._ledger, self._workers, self._clock = hangar, ledger, workers, clock
         self._timeout_seconds, self._done_timeout_seconds = timeout_seconds, done_timeout_seconds
 
     def launch(self, kind: str = "average", known_bad: tuple[bool, ...] = ()) -> Flight:
@@ -43,10 +45,9 @@ class Tower:
             w.period = w.round = None
         boarding = self._hangar.board(capture=done, consensus=False)
         boarding.bad = known_bad or boarding.bad  # rows found bad were zeroed, and look fine the second time
-        header = self._hangar.header(
-            boarding, self._workers, self._ledger.numbers(), round=self._ledger.round, kind=kind
-        )
+        header = self._header(boarding, kind)
         copied = time.perf_counter()
+        self._clock.launched(done)
         return Flight(
             work=self._averaging.launch(self._comm, boarding.snap, header),
             snap=boarding.snap,
@@ -68,6 +69,11 @@ class Tower:
             flight.wait_seconds += time.perf_counter() - began - flight.landing.copy_seconds
             flight.copy_seconds += flight.landing.copy_seconds
             flight.flight_seconds = flight.work.flight_seconds()
+            self._clock.arrived(
+                round=self._ledger.round + 1,
+                bytes_sent=flight.landing.bytes_sent,
+                flight_seconds=flight.flight_seconds,
+            )
         return flight.landing
 
     def arrive(self, flight: Flight) -> Landing:
@@ -89,15 +95,13 @@ class Tower:
             rescue = self.launch("rescue", flight.bad)
             landing = flight.landing = self.wait(rescue)
             flight.counts = rescue.counts
-        self._ledger.complete(sums)
+        self._ledger.complete(sums, landing.header.step_seconds or None)
         return landing
 
     def consensus(self) -> Landing:
         """The exact mean of all workers' models as they are now."""
         boarding = self._hangar.board(capture=(), consensus=True)
-        header = self._hangar.header(
-            boarding, self._workers, self._ledger.numbers(), round=self._ledger.round, kind="consensus"
-        )
+        header = self._header(boarding, "consensus")
         try:
             landing = self._averaging.final(self._comm, boarding.snap, header)
         except PeerError as error:
@@ -114,9 +118,7 @@ class Tower:
         try:
             if last.target is not None and last.target.dim() == 2:
                 boarding = self._hangar.board(capture=(), consensus=True)
-                header = self._hangar.header(
-                    boarding, self._workers, self._ledger.numbers(), round=self._ledger.round, kind="rescue"
-                )
+                header = self._header(boarding, "rescue")
                 exact = self._averaging.final(self._comm, boarding.snap, header)
                 if exact.target is not None:
                     for i in range(len(self._workers)):
@@ -128,6 +130,16 @@ class Tower:
                 self._ledger.complete(Sums(*total.tolist()))
         except PeerError as error:
             raise self._named(error) from None
+
+    def _header(self, boarding: Boarding, kind: str) -> Header:
+        return self._hangar.header(
+            boarding,
+            self._workers,
+            self._ledger.numbers(),
+            round=self._ledger.round,
+            step_seconds=self._clock.step_seconds,
+            kind=kind,
+        )
 
     def _all_done(self) -> bool:
         return all(w.done for w in self._workers)

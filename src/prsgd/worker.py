@@ -20,6 +20,8 @@ class Worker:
     """An optimizer has stepped it since its newest snapshot."""
     took_step: bool = False
     """It was part of the newest optimizer.step()."""
+    in_step: bool = False
+    """It has the gradient of its next step."""
     rounds: int = 0
     """Rounds opened."""
     round: Round | None = None

@@ -52,17 +52,21 @@ class Header:
     """Per hosted worker: steps that no average has seen."""
     samples: tuple[int, ...] = ()
     """Per hosted worker: samples logged in the round."""
+    step_seconds: tuple[float, ...] = ()
+    """By worker id, 0 where not hosted, as sent; of all workers as landed. Empty unless the schedule asks for them."""
     flat: Tensor | None = None
     """Room for one collective: (P + E + tail,) with the dtype to sum in, reused by every average."""
 
     def tail(self) -> Tensor:
         """What is summed as it is."""
-        return torch.cat([self.exact.new_tensor(self.sums), self.exact])
+        return torch.cat([self.exact.new_tensor((*self.sums, *self.step_seconds)), self.exact])
 
     def landed(self, extras: Tensor, tail: Tensor) -> Header:
         """The header of all workers, from what came back."""
         width = len(Sums._fields)
-        return replace(self, extras=extras, sums=Sums(*tail[:width].tolist()), exact=tail[width:])
+        known = width + len(self.step_seconds)
+        sums, seconds = tail[:known].tolist()[:width], tail[width:known].tolist()
+        return replace(self, extras=extras, sums=Sums(*sums), step_seconds=tuple(seconds), exact=tail[known:])
 
 
 @dataclass(frozen=True)

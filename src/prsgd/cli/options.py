@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from prsgd.cli.parser import Parser, read_toml
+from prsgd import _toml
+from prsgd.cli.parser import Parser
 
 RUN = (
     "task", "model", "method", "workers", "period", "overlap", "epochs", "steps", "batch_size", "lr", "momentum",
@@ -66,7 +67,7 @@ SWITCHES = ("overwrite", "json", "tensorboard")
 
 def merged(args: argparse.Namespace, keys: tuple[str, ...]) -> dict[str, Any]:
     """What was given of ``keys``, on the command line or else in the file, whose other options go into ``args``."""
-    given = read_toml(args.config, (*keys, *PLACES, *SWITCHES)) if args.config is not None else {}
+    given = _toml.read(args.config, (*keys, *PLACES, *SWITCHES)) if args.config is not None else {}
     for key in PLACES:
         value = given.pop(key, None)
         if value is not None and not isinstance(value, str):

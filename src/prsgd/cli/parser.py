@@ -6,9 +6,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 from prsgd._check import nearest
@@ -67,24 +66,3 @@ def fail(command: str, message: str, *, code: int) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":  # under torchrun all say the same
         print(f"prsgd {command}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)
-
-
-def read_toml(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
-    """A file with the command's long options as keys; unknown ones are refused with the nearest name."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib  # type: ignore[import-not-found]  # not installed where it is not needed
-    try:
-        content = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    found = {}
-    for key, value in content.items():
-        name = key.replace("-", "_")
-        if name not in allowed:
-            raise ValueError(f"{path}: unknown key {key!r}{nearest(name, allowed)}")
-        found[name] = value
-    return found

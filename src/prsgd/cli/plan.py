@@ -35,7 +35,7 @@ def add(parser: Parser) -> None:
     cost.add_argument("--step-time", metavar="TIME", help=f"of one worker's step, such as 20ms ({STEP_TIME})")
     cost.add_argument("--bandwidth", default="1Gbit", metavar="RATE", help="of a worker's link, as 100Mbit (1Gbit)")
     cost.add_argument("--latency", default="0ms", metavar="TIME", help="of a message (0ms)")
-    cost.add_argument("--shape", default="all-reduce", help="of an average: all-reduce or parameter-server")
+    cost.add_argument("--shape", default="ring", help="of an average: ring, tree or parameter-server (ring)")
     cost.add_argument("--budget", metavar="TIME", help="how long the run may take, such as 8h: as many steps as fit")
     what = parser.add_argument_group("the problem's constants, if they are known; all four or none")
     what.add_argument("--probe", type=Path, metavar="FILE", help="what `prsgd probe --json` printed: all of these")
@@ -51,7 +51,8 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     with refusing("plan"):
         from prsgd import units
-        from prsgd.theory.plan import Link, make_plan
+        from prsgd.links import Link
+        from prsgd.theory.plan import make_plan
 
         probed = {} if args.probe is None else _read_probe(args.probe)
         step_time = args.step_time or (f"{probed['step_seconds']}s" if probed else STEP_TIME)

@@ -18,7 +18,7 @@ from torch import Tensor
 from prsgd._check import one_of, positive, whole_number
 from prsgd.comm.base import Communicator, Route, Then, Work, hosted_range
 from prsgd.errors import AverageTimeout, PeerError, UsageError
-from prsgd.shapes import SHAPES, bytes_of_sum
+from prsgd.links import SHAPES, bytes_of_sum
 
 T = TypeVar("T")
 

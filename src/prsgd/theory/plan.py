@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from prsgd._check import one_of, positive, whole_number
-from prsgd.shapes import SHAPES, bytes_of_sum
+from prsgd._check import positive, whole_number
+from prsgd.links import Link
 from prsgd.theory.bounds import (
     Bound,
     Problem,
@@ -27,43 +27,6 @@ from prsgd.theory.bounds import (
 PERIODS = tuple(2**i for i in range(11))
 """1 ... 1024."""
 OVERLAPS = (0, 1, 4)
-
-
-@dataclass(frozen=True)
-class Link:
-    """What carries the averages between workers that are all alike.
-
-    >>> link = Link(bytes_per_second=125e6, latency_seconds=1e-3)
-    >>> round(link.average_seconds(100_000_000, workers=8), 9)  # ring: 2 (N - 1) / N of the bytes, 2 (N - 1) messages
-    1.414
-    """
-
-    bytes_per_second: float
-    latency_seconds: float = 0.0
-    shape: str = "all-reduce"
-
-    def __post_init__(self) -> None:
-        positive("bytes_per_second", self.bytes_per_second)
-        if not 0 <= self.latency_seconds < math.inf:
-            raise ValueError(f"latency_seconds must be a finite number >= 0, got {self.latency_seconds!r}")
-        one_of("shape", self.shape, SHAPES)
-
-    def average_seconds(self, num_bytes: int, *, workers: int) -> float:
-        """From the last worker's arrival to everybody's mean.
-
-        In a ring, N - 1 turns to add up and N - 1 to spread, each of 1/N of the bytes. Through a server, whose link
-        carries N - 1 models in and N - 1 out.
-        """
-        if workers == 1:
-            return 0.0
-        hops = 2 * (workers - 1)
-        if self.shape == "all-reduce":
-            return hops * (num_bytes / workers / self.bytes_per_second + self.latency_seconds)
-        return hops * num_bytes / self.bytes_per_second + 2 * self.latency_seconds
-
-    def bytes_sent(self, num_bytes: int, *, workers: int) -> int:
-        """Per worker and average, the server's own left out."""
-        return bytes_of_sum(self.shape, workers, num_bytes)[0]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,156 @@
+"""What keeps the time of a run: the machine's clock, or a model of a cluster.
+
+The loop tells it what happens; it knows what that takes, keeps the trace, and is asked by rounds that end by the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+from prsgd.records import Modelled
+from prsgd.trace import Trace
+
+
+@runtime_checkable
+class Timekeeper(Protocol):
+    """Workers are named by their place among those hosted here."""
+
+    trace: Trace
+
+    def __call__(self, worker: int) -> float:
+        """Seconds now, of the worker with this id."""
+        ...
+
+    def check(self, num_workers: int, hosted: range) -> None:
+        """Raise a ValueError if it cannot keep these workers' time."""
+        ...
+
+    def begin(self) -> None:
+        """The run starts, or goes on."""
+        ...
+
+    def computed(self, places: Sequence[int]) -> None:
+        """They have the gradients of their next step."""
+        ...
+
+    def stepped(self, step: int) -> None:
+        """And have taken it; ``step`` is the furthest one's number."""
+        ...
+
+    def closed(self, place: int) -> None:
+        """Its round is over, its snapshot taken."""
+        ...
+
+    def launched(self, done: Sequence[int]) -> None:
+        """The average of all hosted workers; those that are done brought theirs only now."""
+        ...
+
+    def arrived(self, *, round: int, bytes_sent: int, flight_seconds: float) -> None:
+        """Somebody waited for it, and it is there."""
+        ...
+
+    def landed(self, place: int, round: int) -> None:
+        """It has been written to a worker's model."""
+        ...
+
+    def completed(self) -> Modelled | None:
+        """It has landed on all hosted workers; what a model knows of the round."""
+        ...
+
+    def step_seconds(self, place: int) -> float:
+        """Mean seconds of a worker's step so far, its first round left out once there are others; 0 if unknown."""
+        ...
+
+    def paused(self) -> Any:
+        """A context in which time does not count."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class WallClock:
+    """The real time. A process's workers step together, so they share a row of the trace: the first one's."""
+
+    def __init__(self, workers: range, clock: Callable[[int], float] | None = None) -> None:
+        self.trace = Trace()
+        self._first, self._clock = workers.start, clock
+        self._at = time.monotonic()
+        """Until when all is told."""
+        self._computed: float | None = None
+        self._launched = 0.0
+        self._paused_seconds = 0.0
+        self._stepping_seconds, self._steps, self._step, self._warm = 0.0, 0, 0, False
+
+    def __call__(self, worker: int) -> float:
+        return (time.monotonic() if self._clock is None else self._clock(worker)) - self._paused_seconds
+
+    def check(self, num_workers: int, hosted: range) -> None:
+        """Any will do."""
+
+    def begin(self) -> None:
+        self._at = time.monotonic()
+
+    def computed(self, places: Sequence[int]) -> None:
+        self._computed = time.monotonic()
+
+    def stepped(self, step: int) -> None:
+        now = time.monotonic()
+        self.trace.add("step", self._first, self._at, now, step)
+        self._stepping_seconds += now - self._at
+        self._steps += 1
+        self._step = step
+        self._at, self._computed = now, None
+
+    def closed(self, place: int) -> None:
+        """Nothing takes time but what is measured."""
+
+    def launched(self, done: Sequence[int]) -> None:
+        self._launched = time.monotonic()
+
+    def arrived(self, *, round: int, bytes_sent: int, flight_seconds: float) -> None:
+        if self._computed is not None:  # inside a step: its gradient came before
+            self.trace.add("step", self._first, self._at, self._computed, self._step + 1)
+            self._stepping_seconds += self._computed - self._at
+            self._at, self._computed = self._computed, None
+        self._block(round)
+        end = min(self._launched + flight_seconds, self._at) if flight_seconds else self._at
+        self.trace.add("flight", self._first, self._launched, end, round)
+
+    def landed(self, place: int, round: int) -> None:
+        if self._computed is None:
+            self._block(round)
+
+    def _block(self, round: int) -> None:
+        now = time.monotonic()
+        self.trace.add("blocked", self._first, self._at, now, round)
+        self._at = now
+
+    def completed(self) -> Modelled | None:
+        if not self._warm:
+            self._warm, self._stepping_seconds, self._steps = True, 0.0, 0
+        return None
+
+    def step_seconds(self, place: int) -> float:
+        return self._stepping_seconds / self._steps if self._steps else 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        begin, at = time.monotonic(), self(self._first)
+        try:
+            yield
+        finally:
+            self._paused_seconds += self(self._first) - at
+            self._at = time.monotonic()
+            self.trace.add("pause", self._first, begin, self._at, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing of it outlives a process: the rounds' elapsed seconds are the workers'."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing."""

@@ -1,0 +1,326 @@
+"""A cluster as numbers, and the clock of a run on it: what real machines would have needed, exactly and repeatably.
+
+    step      of worker i: step_seconds / speed_i, times a log-normal number of mean 1 where there is jitter
+    average   begins when the last worker's round has closed, and takes what the link takes for its bytes
+    landing   a worker that is not there yet computes on, what is left of the flight it waits for, then it copies
+
+An average that travels while a worker computes is hidden; evaluations and the machine's own time do not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prsgd import _toml, units
+from prsgd._check import nearest, positive
+from prsgd.links import LINK_SHAPES, Link
+from prsgd.records import Modelled
+from prsgd.trace import Trace
+
+TICK = 2.0**-30
+"""Seconds: times are whole numbers of it, so that their sums and differences are exact."""
+BLOCK = 256
+"""Random numbers drawn at once."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """N workers and what connects them.
+
+    >>> two = Cluster("two", speeds=(2.0, 1.0), step_seconds=0.1, bytes_per_second=125e6)
+    >>> two.slowest_step_seconds, two.link.average_seconds(125_000_000, workers=2)
+    (0.1, 1.0)
+    """
+
+    name: str
+    speeds: tuple[float, ...]
+    """One per worker; 1 takes ``step_seconds`` for a step, 2 half of it."""
+    step_seconds: float
+    bytes_per_second: float
+    """Of the slowest worker's link."""
+    latency_seconds: float = 0.0
+    shape: str = "ring"
+    jitter: float = 0.0
+    """Standard deviation of the logarithm of a step's time: 0.1 is a little, 0.5 makes stragglers."""
+    copy_seconds: float = 0.0
+    """What an average costs a worker beside the transfer: taking the snapshot, writing the mean."""
+
+    @property
+    def link(self) -> Link:
+        return Link(self.bytes_per_second, self.latency_seconds, self.shape)
+
+    @property
+    def slowest_step_seconds(self) -> float:
+        return self.step_seconds / min(self.speeds)
+
+    def average_seconds(self, bytes_sent: int) -> float:
+        """Of an average for which each worker puts so many bytes on the wire."""
+        n = len(self.speeds)
+        if n == 1:
+            return 0.0
+        whole = bytes_sent * n / (2 * (n - 1)) if self.shape != "parameter-server" else bytes_sent
+        return self.link.average_seconds(whole, workers=n)
+
+
+_LAN = {"step_time": "20ms", "bandwidth": "1Gbit", "latency": "0.1ms"}
+PRESETS: dict[str, dict[str, Any]] = {
+    "lan-1g": _LAN,
+    "lan-10g": {**_LAN, "bandwidth": "10Gbit", "latency": "0.05ms"},
+    "wan": {**_LAN, "bandwidth": "100Mbit", "latency": "50ms"},
+    "datacenter": {**_LAN, "bandwidth": "100Gbit", "latency": "0.01ms"},
+    "paper": {"step_time": "10ms", "bandwidth": "10GB/s", "latency": "0.01ms"},
+    "mixed": {**_LAN, "speeds": [4, 2, 1, 1]},
+    "stragglers": {**_LAN, "jitter": 0.5},
+}
+"""20 ms a step unless the machine is said to be faster; ``mixed`` is for any number of workers, in that proportion."""
+KEYS = ("name", "step_time", "speeds", "bandwidth", "latency", "shape", "jitter", "copy_time")
+
+
+def load(what: str, workers: int) -> Cluster:
+    """A preset by its name, or a TOML file.
+
+    >>> load("mixed", 8).speeds
+    (4.0, 4.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0)
+    >>> load("mixd", 8)
+    Traceback (most recent call last):
+    ValueError: cluster must be a file or one of lan-1g, lan-10g, wan, datacenter, paper, mixed, stragglers, got \
+'mixd': did you mean 'mixed'?
+    """
+    if what in PRESETS:
+        content = dict(PRESETS[what])
+        pattern = content.get("speeds", [1])
+        content["speeds"] = [pattern[i * len(pattern) // workers] for i in range(workers)]
+        return _made(what, {"name": what, **content}, workers)
+    path = Path(what)
+    if not path.is_file():
+        raise ValueError(f"cluster must be a file or one of {', '.join(PRESETS)}, got {what!r}{nearest(what, PRESETS)}")
+    content = _toml.read(path, KEYS)
+    return _made(str(path), {"name": path.stem, **content}, workers)
+
+
+def write(cluster: Cluster, path: Path) -> None:
+    """As a file that ``load`` reads."""
+    lines = [
+        f'name = "{cluster.name}"',
+        f'step_time = "{cluster.step_seconds * 1e3:.9g}ms"  # of a worker with speed 1',
+        f"speeds = [{', '.join(f'{speed:.6g}' for speed in cluster.speeds)}]",
+        f"jitter = {cluster.jitter:.6g}  # standard deviation of the logarithm of a step's time",
+        f'bandwidth = "{cluster.bytes_per_second / 1e6:.9g}MB/s"',
+        f'latency = "{cluster.latency_seconds * 1e3:.9g}ms"  # of a message',
+        f'shape = "{cluster.shape}"',
+        f'copy_time = "{cluster.copy_seconds * 1e3:.9g}ms"  # of snapshot and landing, which nothing hides',
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _made(source: str, content: Mapping[str, Any], workers: int) -> Cluster:
+    try:
+        return Cluster(
+            name=_text("name", content["name"]),
+            step_seconds=positive("step_time", _seconds("step_time", _of(content, "step_time"))),
+            speeds=_speeds(content.get("speeds", [1] * workers), workers),
+            bytes_per_second=_bandwidth(_of(content, "bandwidth"), workers),
+            latency_seconds=_seconds("latency", content.get("latency", "0ms")),
+            shape=_shape(content.get("shape", "ring")),
+            jitter=_jitter(content.get("jitter", 0.0)),
+            copy_seconds=_seconds("copy_time", content.get("copy_time", "0ms")),
+        )
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _of(content: Mapping[str, Any], key: str) -> Any:
+    if key not in content:
+        raise ValueError(f"{key} is missing")
+    return content[key]
+
+
+def _text(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{key} must be a text with a unit, got {value!r}")
+    return value
+
+
+def _seconds(key: str, value: Any) -> float:
+    return units.seconds(key, _text(key, value))
+
+
+def _speeds(value: Any, workers: int) -> tuple[float, ...]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"speeds must be a list with one number per worker, got {value!r}")
+    if len(value) != workers:
+        raise ValueError(f"speeds must have one entry per worker: {workers} workers, got {len(value)}")
+    return tuple(positive(f"speeds[{i}]", speed) for i, speed in enumerate(value))
+
+
+def _bandwidth(value: Any, workers: int) -> float:
+    """One for all, or one per worker, of which the slowest counts."""
+    if not isinstance(value, list):
+        return units.bytes_per_second("bandwidth", _text("bandwidth", value))
+    if len(value) != workers:
+        raise ValueError(f"bandwidth must have one entry, or one per worker: {workers} workers, got {len(value)}")
+    return min(units.bytes_per_second(f"bandwidth[{i}]", _text(f"bandwidth[{i}]", one)) for i, one in enumerate(value))
+
+
+def _shape(value: Any) -> str:
+    if value not in LINK_SHAPES:
+        raise ValueError(f"shape must be one of {', '.join(LINK_SHAPES)}, got {value!r}")
+    return str(value)
+
+
+def _jitter(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 5:
+        raise ValueError(f"jitter must be a number from 0 to 5, got {value!r}")
+    return float(value)
+
+
+Vector = NDArray[np.float64]
+
+
+class ClusterClock:
+    """The time that passes on a modelled cluster, for ``LocalSGD(..., clock=ClusterClock(cluster))``.
+
+    All workers live in one process; each has its own time, and they meet at averages.
+
+    >>> import torch, prsgd
+    >>> from prsgd.cluster import Cluster, ClusterClock
+    >>> two = Cluster("two", speeds=(2.0, 1.0), step_seconds=1.0, bytes_per_second=1e12)
+    >>> fleet = prsgd.Fleet(torch.nn.Linear(1, 1), 2)
+    >>> optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    >>> with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(4), clock=ClusterClock(two)) as local:
+    ...     for _ in range(8):
+    ...         optimizer.zero_grad()
+    ...         losses = fleet.backward(lambda out, _: out.sum(), torch.ones(2, 1, 1), torch.ones(2, 1))
+    ...         optimizer.step()
+    >>> local.records[0].modelled.waiting  # the fast one takes 2 seconds for 4 steps, the slow one 4
+    (2.0, 0.0)
+    """
+
+    def __init__(self, cluster: Cluster, *, seed: int = 0) -> None:
+        self.cluster, self.trace = cluster, Trace()
+        n = len(cluster.speeds)
+        self._seed = seed
+        self._base: Vector = cluster.step_seconds / np.asarray(cluster.speeds, dtype=np.float64)
+        self._draws: list[tuple[int, Vector]] = [(-1, np.zeros(0))] * n
+        self._now: Vector = np.zeros(n)
+        self._closed: Vector = np.zeros(n)
+        self._steps: NDArray[np.int64] = np.zeros(n, dtype=np.int64)
+        self._total: Vector = np.zeros(n)
+        """Of all steps."""
+        self._start = self._arrival = 0.0
+        """Of the newest average: when the last worker had closed, and when it was everywhere."""
+        self._computing, self._waiting, self._communicating, self._hidden = (np.zeros(n) for _ in range(4))
+        """Since the last average that landed on all."""
+
+    def __call__(self, worker: int) -> float:
+        return float(self._now[worker])
+
+    def check(self, num_workers: int, hosted: range) -> None:
+        if num_workers != len(self.cluster.speeds):
+            raise ValueError(f"the cluster has {len(self.cluster.speeds)} workers, the run {num_workers}")
+        if len(hosted) != num_workers:
+            raise ValueError("a cluster's clock needs all workers in one process")
+
+    def begin(self) -> None:
+        """It begins at 0, or where the loaded state was."""
+
+    def computed(self, places: Sequence[int]) -> None:
+        chosen = np.asarray(places)
+        seconds = self._durations(chosen)
+        before = self._now[chosen]
+        self._now[chosen] += seconds
+        self._steps[chosen] += 1
+        self._total[chosen] += seconds
+        self._computing[chosen] += seconds
+        self.trace.add("step", chosen, before, self._now[chosen], int(self._steps[chosen].max()))
+
+    def stepped(self, step: int) -> None:
+        """The update takes no time of its own."""
+
+    def closed(self, place: int) -> None:
+        self._closed[place] = self._now[place]
+
+    def launched(self, done: Sequence[int]) -> None:
+        self._closed[done] = self._now[done]
+        self._start = float(self._closed.max())
+
+    def arrived(self, *, round: int, bytes_sent: int, flight_seconds: float) -> None:
+        self._arrival = self._start + _ticks(self.cluster.average_seconds(bytes_sent))
+        n = len(self._now)
+        self.trace.add("flight", range(n), self._closed.copy(), np.full(n, self._arrival), round)
+
+    def landed(self, place: int, round: int) -> None:
+        here = float(self._now[place])
+        copying = _ticks(self.cluster.copy_seconds)
+        self._now[place] = max(here, self._arrival) + copying
+        exposed = max(0.0, self._arrival - max(here, self._start))
+        self._waiting[place] += max(0.0, self._start - here)
+        self._communicating[place] += exposed + copying
+        self._hidden[place] += self._arrival - self._start - exposed
+        self.trace.add("blocked", place, here, float(self._now[place]), round)
+
+    def completed(self) -> Modelled | None:
+        parts = (self._computing, self._waiting, self._communicating, self._hidden)
+        made = Modelled(float(self._now.max()), *(tuple(part.tolist()) for part in parts))
+        for part in parts:
+            part[:] = 0.0
+        return made
+
+    def step_seconds(self, place: int) -> float:
+        return float(self._total[place] / self._steps[place]) if self._steps[place] else 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing passes between steps and averages."""
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "cluster": dataclasses.asdict(self.cluster),
+            "vectors": {name: getattr(self, f"_{name}").tolist() for name in _VECTORS},
+            "steps": self._steps.tolist(),
+            "times": [self._start, self._arrival],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = dict(state["cluster"])
+        if {**saved, "speeds": tuple(saved["speeds"])} != dataclasses.asdict(self.cluster):
+            raise ValueError(f"the state is of another cluster than {self.cluster.name}")
+        for name in _VECTORS:
+            setattr(self, f"_{name}", np.asarray(state["vectors"][name], dtype=np.float64))
+        self._steps = np.asarray(state["steps"], dtype=np.int64)
+        self._start, self._arrival = state["times"]
+
+    def _durations(self, places: NDArray[np.int64]) -> Vector:
+        seconds = self._base[places]
+        if self.cluster.jitter:
+            seconds = seconds * np.array([self._draw(int(place)) for place in places])
+        rounded: Vector = np.maximum(1.0, np.round(seconds / TICK)) * TICK
+        return rounded
+
+    def _draw(self, place: int) -> float:
+        """Log-normal with mean 1, from the worker's own stream: it depends on seed, worker and step alone."""
+        step = int(self._steps[place])
+        block, numbers = self._draws[place]
+        if block != step // BLOCK:
+            block = step // BLOCK
+            numbers = np.random.default_rng((self._seed, place, block)).standard_normal(BLOCK)
+            self._draws[place] = (block, numbers)
+        jitter = self.cluster.jitter
+        return math.exp(jitter * float(numbers[step % BLOCK]) - jitter**2 / 2)
+
+
+_VECTORS = ("now", "closed", "total", "computing", "waiting", "communicating", "hidden")
+
+
+def _ticks(seconds: float) -> float:
+    return round(seconds / TICK) * TICK
