@@ -121,7 +121,9 @@ def test_no_guarantee_below_one_step_a_worker() -> None:
 
 def test_where_corollary_1_promises_no_speedup() -> None:
     assert speedup_bound(PROBLEM, workers=8, steps=600, period=1).applies
-    assert speedup_bound(PROBLEM, workers=8, steps=600, period=4).applies  # T > N^3: any constant period
+    assert speedup_bound(PROBLEM, workers=8, steps=10**6, period=4).applies  # T > N^3: any constant period
+    [rare] = speedup_bound(PROBLEM, workers=8, steps=600, period=1000).caveats
+    assert "is larger than the terms that fall with N: no speed-up yet" in rare
     few = speedup_bound(PROBLEM, workers=8, steps=500, period=4).caveats
     assert few == ("T = 500 is not above N^3 = 512: with period 4 there is no linear speed-up",)
     assert speedup_bound(PROBLEM, workers=8, steps=500, period=1, overlap=0).applies  # no drift at all

@@ -93,10 +93,14 @@ class Display:
 def duration(seconds: float) -> str:
     """Seconds as people say them.
 
-    >>> duration(4.2), duration(75), duration(8000)
-    ('4 s', '1 min 15 s', '2 h 13 min')
+    >>> duration(4.2), duration(75), duration(8000), duration(1e6), duration(0.25)
+    ('4 s', '1 min 15 s', '2 h 13 min', '11 d 13 h', '0.25 s')
     """
     whole = round(seconds)
+    if 0 < seconds < 1:
+        return f"{seconds:.2g} s"
+    if whole >= 100 * 3600:
+        return f"{whole // 86400:,} d {whole % 86400 // 3600} h"
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:

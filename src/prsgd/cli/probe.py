@@ -9,7 +9,7 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING
 
-from prsgd.cli.parser import Parser, refusing
+from prsgd.cli.parser import Parser, fail, refusing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,7 +46,10 @@ def run(args: argparse.Namespace) -> int:
             lr=args.lr, momentum=args.momentum, seed=args.seed,
         ).resolve()  # fmt: skip
         running.check(config)
+    try:
         found = _walk(config, args.looks)
+    except ValueError as error:  # on the way
+        fail("probe", str(error), code=1)
     if args.json:
         fields = dataclasses.asdict(found)
         for estimate in (value for value in fields.values() if isinstance(value, dict)):
@@ -115,12 +118,14 @@ def _text(found: Probed) -> str:
         estimate = getattr(found, field)
         lines.append(f"{name:>10}  {estimate.value:.4g}  in [{estimate.low:.4g}, {estimate.high:.4g}]")
         lines += [f"            {part}" for part in textwrap.wrap(estimate.says, 66)]
-    lines.append(f"{'a step':>10}  {found.step_seconds:.3g} s for the forward and backward pass of a batch")
+    what = f"the forward and backward pass of {found.batch_size} samples"
+    lines.append(f"{'a step':>10}  {found.step_seconds:.3g} s for {what}")
     problem = found.problem
     lines += [
         "",
         "go on with this, or with --json here and --probe FILE there:",
-        f"  prsgd plan --workers 8 --steps 100000 --smoothness {problem.smoothness:.4g} \\",
+        f"  prsgd plan --workers 8 --steps 100k --parameters {found.parameters} \\",
+        f"    --step-time {found.step_seconds * 1e3:.3g}ms --smoothness {problem.smoothness:.4g} \\",
         f"    --noise {problem.noise:.4g} --second-moment {problem.grad_second_moment:.4g} --gap {problem.gap:.4g}",
     ]
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from prsgd.cli.parser import Parser, refusing
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("--full", action="store_true", help="more seeds, steps and workers: about ten minutes")
+    parser.add_argument("--full", action="store_true", help="more seeds, steps and workers: minutes")
     parser.add_argument("--json", action="store_true", help="the claims for programs")
     parser.add_argument("--out", type=Path, metavar="DIR", help="for a page with the figures: verify.html")
 

@@ -17,7 +17,7 @@ _POINTS = 60
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """With constants, the bound against time for several periods; else the hours that each period takes."""
+    """With constants, the bound against time for several periods; else what each period costs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -25,7 +25,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if plan.problem is None:
-        _draw_hours(plan, axes)
+        _draw_costs(plan, axes)
     else:
         _draw_bounds(plan, axes)
     axes.grid(alpha=0.3)
@@ -36,17 +36,24 @@ def draw_plan(plan: Plan, path: Path) -> None:
         raise ValueError(f"plot cannot be written: {path}: {error}") from None
 
 
-def _draw_hours(plan: Plan, axes: Axes) -> None:
+def _draw_costs(plan: Plan, axes: Axes) -> None:
+    """The hours that T steps take, or the steps that a budget holds."""
+    within = plan.budget_seconds is not None
+
+    def cost(option: Option) -> float:
+        return option.steps if within else option.seconds / 3600
+
     for overlap, (colour, marker, line) in zip(sorted({o.overlap for o in plan.options}), _STYLES):
         options = [option for option in plan.options if option.overlap == overlap]
-        hours = [_hours(plan, option) for option in options]
+        values = [cost(option) for option in options]
         label = f"overlap {overlap}"
-        axes.plot([o.period for o in options], hours, color=colour, marker=marker, linestyle=line, ms=4, label=label)
-    _ring(axes, plan.chosen.period, _hours(plan, plan.chosen))
+        axes.plot([o.period for o in options], values, color=colour, marker=marker, linestyle=line, ms=4, label=label)
+    _ring(axes, plan.chosen.period, cost(plan.chosen))
     axes.set_xscale("log", base=2)
     axes.set_xlabel("period")
-    axes.set_ylabel("hours")
-    axes.set_title(f"{plan.workers} workers: hours for {plan.steps:,} steps", loc="left", fontsize=10)
+    axes.set_ylabel("steps" if within else "hours")
+    what = f"steps in {(plan.budget_seconds or 0) / 3600:.3g} hours" if within else f"hours for {plan.steps:,} steps"
+    axes.set_title(f"{plan.workers} workers: {what}", loc="left", fontsize=10)
 
 
 def _draw_bounds(plan: Plan, axes: Axes) -> None:
@@ -70,10 +77,6 @@ def _draw_bounds(plan: Plan, axes: Axes) -> None:
     axes.set_xlabel("hours")
     axes.set_ylabel("Theorem 1's bound")
     axes.set_title(f"{plan.workers} workers: what the theory promises after a time", loc="left", fontsize=10)
-
-
-def _hours(plan: Plan, option: Option) -> float:
-    return plan.steps * option.seconds_per_step / 3600
 
 
 def _ring(axes: Axes, x: float, y: float) -> None:

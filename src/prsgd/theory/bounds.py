@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prsgd._check import positive, whole_number
 
@@ -63,7 +63,7 @@ class Bound:
 
     @property
     def applies(self) -> bool:
-        """Does the theorem say anything here?"""
+        """Does the theorem promise here what it is quoted for?"""
         return not self.caveats
 
     @property
@@ -147,12 +147,14 @@ def speedup_bound(problem: Problem, *, workers: int, steps: int, period: int, ov
     covered = period_is_guaranteed(workers=workers, steps=steps, period=period, overlap=overlap)
     if steps <= workers**3 and not covered:
         caveats.append(f"T = {steps} is not above N^3 = {workers**3}: with period {period} there is no linear speed-up")
-    return Bound(
+    found = Bound(
         initial=2 * problem.smoothness * problem.gap / root,
         drift=4 * workers * _reach(period, overlap) ** 2 * problem.grad_second_moment / steps,
         noise=problem.noise / root,
-        caveats=tuple(caveats),
     )
+    if not covered and steps > workers**3 and found.drift > found.initial + found.noise:
+        caveats.append(f"the drift, {found.drift:.3g}, is larger than the terms that fall with N: no speed-up yet")
+    return replace(found, caveats=tuple(caveats))
 
 
 def largest_period(*, workers: int, steps: int, overlap: int = 1) -> int:

@@ -9,7 +9,7 @@ steps within a budget, and more steps make Theorem 1's first term smaller while 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prsgd._check import positive, whole_number
@@ -18,8 +18,6 @@ from prsgd.theory.bounds import (
     Bound,
     Problem,
     gradient_bound,
-    largest_period,
-    period_is_guaranteed,
     speedup_lr,
     steps_for_speedup,
 )
@@ -55,20 +53,28 @@ class Plan:
     """What is known before a run."""
 
     workers: int
-    steps: int
-    """T, as asked for."""
-    guaranteed_period: int
-    """The largest that Corollary 1, part 2 covers at overlap 1 for T; 1 if it covers none."""
-    is_vacuous: bool
-    """Does the guarantee, at overlap 1, reach no further than averaging after every step?"""
-    problem: Problem | None
+    steps: int | None
+    """T, as asked for; None with a budget: each option has its own."""
     budget_seconds: float | None
     """Within which every option's run stays; None: every one takes T steps."""
+    guaranteed_period: int
+    """The largest that Corollary 1, part 2 covers at overlap 1; 0 if it covers none."""
+    next_period: int
+    """The next power of two, and the T that it would need for a linear speed-up."""
+    next_period_steps: int
+    problem: Problem | None
     options: tuple[Option, ...]
-    """Every period with every overlap that it can have."""
+    """Every period with every overlap that it can have, where one fits."""
     chosen: Option
+    speedup_lr: float | None
+    """Corollary 1's lr for the chosen option's steps; None without constants."""
     reasons: tuple[str, ...]
     """Sentences."""
+
+    @property
+    def is_vacuous(self) -> bool:
+        """Does the guarantee, at overlap 1, reach no further than averaging after every step?"""
+        return self.guaranteed_period <= 1
 
     def option(self, period: int, overlap: int = 0) -> Option:
         """The one with this period and overlap."""
@@ -81,60 +87,63 @@ class Plan:
 def make_plan(
     *,
     workers: int,
-    steps: int,
+    steps: int | None = None,
+    budget_seconds: float | None = None,
     model_bytes: int,
     step_seconds: float,
     link: Link,
+    average_seconds: float | None = None,
     problem: Problem | None = None,
-    budget_seconds: float | None = None,
     periods: Sequence[int] = PERIODS,
     overlaps: Sequence[int] = OVERLAPS,
 ) -> Plan:
-    """How often to average, for a run of ``steps`` steps or, with a budget, for as many as fit into it.
+    """How often to average, for a run of ``steps`` steps or for as many as fit into ``budget_seconds``.
 
-    With the problem's constants, the choice minimises Theorem 1's bound within the budget (without one: the time that
-    ``steps`` take with the cheapest option). Without constants it is the fastest option that the guarantee covers, or,
-    where that says nothing, the smallest period at which waiting for averages costs less than a tenth of the computing.
+    With the problem's constants, the choice minimises Theorem 1's bound within the budget (with ``steps``: within the
+    time that the cheapest option needs for them). Without constants it is the fastest option that the guarantee covers,
+    or, where that says nothing, the smallest period at which waiting for averages costs less than a tenth of the
+    computing. ``average_seconds`` is the time of an average where it was measured, instead of the link's.
 
     >>> link = Link(bytes_per_second=125e6)
     >>> plan = make_plan(workers=8, steps=58_500, model_bytes=1_100_000, step_seconds=0.02, link=link)
     >>> plan.guaranteed_period, plan.chosen.period, plan.chosen.overlap
     (3, 3, 1)
     """
-    workers, steps = whole_number("workers", workers, at_least=1), whole_number("steps", steps, at_least=1)
+    workers = whole_number("workers", workers, at_least=1)
     model_bytes = whole_number("model_bytes", model_bytes, at_least=1)
     step_seconds = positive("step_seconds", step_seconds)
-    transfer = link.average_seconds(model_bytes, workers=workers)
-    guaranteed = largest_period(workers=workers, steps=steps)
-    pace = {
-        (i, d): step_seconds + max(0.0, transfer - d * step_seconds) / i
-        for i, d in _combinations((*periods, guaranteed), overlaps)
-    }
-    if budget_seconds is None and problem is not None:
-        budget_seconds = steps * min(pace.values())
-    if budget_seconds is not None and positive("budget_seconds", budget_seconds) < min(pace.values()) * (1 - 1e-12):
-        raise ValueError(f"budget_seconds must hold a step, {min(pace.values()):g}, got {budget_seconds:g}")
-    per_round = link.bytes_sent(model_bytes, workers=workers)
-    options = tuple(
-        _option(i, d, seconds_per_step, workers, steps, step_seconds, per_round, problem, budget_seconds)
-        for (i, d), seconds_per_step in pace.items()
+    if (steps is None) == (budget_seconds is None):
+        raise ValueError("steps and budget_seconds are two ways to say how long: give one of them")
+    if average_seconds is None:
+        average_seconds = link.average_seconds(model_bytes, workers=workers)
+    cost = _Cost(workers, step_seconds, average_seconds, link.bytes_sent(model_bytes, workers=workers), problem)
+    if steps is not None:
+        steps = whole_number("steps", steps, at_least=1)
+        options = cost.options(periods, overlaps, steps=steps)
+        if problem is not None:
+            budget_seconds = min(option.seconds for option in options)
+    if budget_seconds is not None:
+        options = cost.options(periods, overlaps, budget_seconds=positive("budget_seconds", budget_seconds))
+        if not options:
+            raise ValueError(f"the budget must hold a step and an average, got {budget_seconds:g} seconds")
+    guaranteed = max((o.period for o in options if o.guaranteed and o.overlap == 1), default=0)
+    chosen, reasons = _choose(options, cost)
+    following = 2 ** guaranteed.bit_length() if guaranteed else 1
+    needed = steps_for_speedup(workers=workers, period=following)
+    lr = None if problem is None else speedup_lr(problem, workers=workers, steps=chosen.steps)
+    return Plan(
+        workers=workers,
+        steps=steps,
+        budget_seconds=budget_seconds,
+        guaranteed_period=guaranteed,
+        next_period=following,
+        next_period_steps=needed,
+        problem=problem,
+        options=options,
+        chosen=chosen,
+        speedup_lr=lr,
+        reasons=(*reasons, *_guarantee(workers, guaranteed, following, needed), *_lr_words(problem, chosen, lr)),
     )
-    covered = period_is_guaranteed(workers=workers, steps=steps, period=guaranteed)
-    vacuous = guaranteed == 1 or not covered
-    chosen, reasons = _choose(options, problem, step_seconds, transfer, vacuous)
-    if vacuous and workers > 1:
-        needed = steps_for_speedup(workers=workers, period=2)
-        reasons = (
-            *reasons,
-            f"At overlap 1 the theory guarantees no period above 1: T = {steps:,}, and period 2 would need {needed:,}.",
-        )
-    if problem is not None:
-        lr = speedup_lr(problem, workers=workers, steps=chosen.steps)
-        reasons = (
-            *reasons,
-            f"Corollary 1's lr for {chosen.steps:,} steps is {lr:.3g}; the bound's own best is {chosen.lr:.3g}.",
-        )
-    return Plan(workers, steps, guaranteed, vacuous, problem, budget_seconds, options, chosen, reasons)
 
 
 def best_lr(problem: Problem, *, workers: int, steps: int, period: int, overlap: int) -> float:
@@ -168,79 +177,117 @@ def bound_after(plan: Plan, option: Option, seconds: float) -> float:
     return gradient_bound(plan.problem, lr=best_lr(plan.problem, **how), **how).total
 
 
-def frontier(options: Iterable[Option]) -> list[Option]:
-    """Those that no other beats in both time and bytes, fastest first."""
-    found: list[Option] = []
-    for option in sorted(options, key=lambda o: (o.seconds, o.bytes_sent)):
-        if not found or option.bytes_sent < found[-1].bytes_sent:
-            found.append(option)
-    return found
+@dataclass(frozen=True)
+class _Cost:
+    """What every option's cost is made of."""
+
+    workers: int
+    step_seconds: float
+    average_seconds: float
+    bytes_per_average: int
+    problem: Problem | None
+
+    def options(
+        self,
+        periods: Sequence[int],
+        overlaps: Sequence[int],
+        *,
+        steps: int | None = None,
+        budget_seconds: float | None = None,
+    ) -> tuple[Option, ...]:
+        """Of T steps, or of as many as fit; beside ``periods`` the longest that is guaranteed with each overlap."""
+        given = {whole_number("periods", period, at_least=1) for period in periods}
+        allowed = sorted({whole_number("overlaps", overlap, at_least=0) for overlap in overlaps})
+        longest = max(given, default=0)
+        if not allowed or allowed[0] > longest:
+            raise ValueError(f"overlaps must have one that is at most a period ({longest}), got {allowed}")
+
+        def length(period: int, overlap: int) -> int:
+            return steps or self._fitting(period, overlap, budget_seconds or 0.0)
+
+        def covered(period: int, overlap: int) -> bool:
+            how = {"workers": self.workers, "period": period, "overlap": overlap}
+            return steps_for_speedup(**how) <= length(period, overlap)
+
+        for overlap in allowed:
+            given.add(max((i for i in range(max(1, overlap), longest + 1) if covered(i, overlap)), default=longest))
+        return tuple(
+            self._option(period, overlap, length(period, overlap), covered(period, overlap))
+            for period in sorted(given)
+            for overlap in allowed
+            if overlap <= period <= length(period, overlap)  # longer: an average that never comes
+        )
+
+    def _wait(self, overlap: int) -> float:
+        return max(0.0, self.average_seconds - overlap * self.step_seconds)
+
+    def _seconds(self, period: int, overlap: int, steps: int) -> float:
+        return steps * self.step_seconds + math.ceil(steps / period) * self._wait(overlap)
+
+    def _fitting(self, period: int, overlap: int, budget_seconds: float) -> int:
+        """The most steps that take no longer, with the average that ends each round."""
+        budget = budget_seconds * (1 + 1e-12)
+        whole = int(budget / (period * self.step_seconds + self._wait(overlap)))
+        left = budget - self._seconds(period, overlap, whole * period) - self._wait(overlap)
+        return whole * period + min(period - 1, max(0, int(left / self.step_seconds)))
+
+    def _option(self, period: int, overlap: int, steps: int, covered: bool) -> Option:
+        how = {"workers": self.workers, "steps": steps, "period": period, "overlap": overlap}
+        lr = None if self.problem is None else best_lr(self.problem, **how)
+        rounds = math.ceil(steps / period)
+        return Option(
+            period=period,
+            overlap=overlap,
+            steps=steps,
+            rounds=rounds,
+            bytes_sent=rounds * self.bytes_per_average,
+            seconds=self._seconds(period, overlap, steps),
+            seconds_per_step=self.step_seconds + self._wait(overlap) / period,
+            guaranteed=covered,
+            lr=lr,
+            bound=None if self.problem is None or lr is None else gradient_bound(self.problem, lr=lr, **how),
+        )
 
 
-def _combinations(periods: Iterable[int], overlaps: Iterable[int]) -> list[tuple[int, int]]:
-    """Every period with every overlap that it can have."""
-    longest = sorted({whole_number("periods", period, at_least=1) for period in periods})
-    allowed = sorted({whole_number("overlaps", overlap, at_least=0) for overlap in overlaps})
-    found = [(period, overlap) for period in longest for overlap in allowed if overlap <= period]
-    if not found:
-        raise ValueError(f"overlaps must have one that is at most a period ({longest[-1]}), got {allowed}")
-    return found
-
-
-def _option(
-    period: int,
-    overlap: int,
-    seconds_per_step: float,
-    workers: int,
-    steps: int,
-    step_seconds: float,
-    bytes_per_round: int,
-    problem: Problem | None,
-    budget_seconds: float | None,
-) -> Option:
-    if budget_seconds is not None:
-        steps = max(1, int(budget_seconds / seconds_per_step * (1 + 1e-12)))  # the 1 for options too slow for one
-    rounds = math.ceil(steps / period)
-    how = {"workers": workers, "steps": steps, "period": period, "overlap": overlap}
-    lr = None if problem is None else best_lr(problem, **how)
-    return Option(
-        period=period,
-        overlap=overlap,
-        steps=steps,
-        rounds=rounds,
-        bytes_sent=rounds * bytes_per_round,
-        seconds=steps * step_seconds + rounds * (seconds_per_step - step_seconds) * period,
-        seconds_per_step=seconds_per_step,
-        guaranteed=period_is_guaranteed(**how),
-        lr=lr,
-        bound=None if problem is None or lr is None else gradient_bound(problem, lr=lr, **how),
-    )
-
-
-def _choose(
-    options: Sequence[Option], problem: Problem | None, step_seconds: float, transfer: float, vacuous: bool
-) -> tuple[Option, tuple[str, ...]]:
-    if problem is not None:
+def _choose(options: Sequence[Option], cost: _Cost) -> tuple[Option, tuple[str, ...]]:
+    if cost.problem is not None:
         chosen = min(options, key=lambda o: (o.bound.total if o.bound is not None else math.inf, o.bytes_sent))
         assert chosen.bound is not None
         return chosen, (
             f"Period {chosen.period} with overlap {chosen.overlap} minimises Theorem 1's bound within the time: "
             f"{chosen.bound.total:.3g}, of which most is {chosen.bound.dominant}.",
         )
+    paces = {option: option.seconds / option.steps / cost.step_seconds for option in options}
     covered = [option for option in options if option.guaranteed]
-    if covered and not vacuous:
-        chosen = min(covered, key=lambda o: (o.seconds_per_step, o.bytes_sent / o.steps))
+    if any(option.period > 1 and option.overlap <= 1 for option in covered):
+        chosen = min(covered, key=lambda o: (paces[o], o.bytes_sent / o.steps))
         return chosen, (
-            f"Period {chosen.period} with overlap {chosen.overlap} is the fastest that Corollary 1 covers: a step and "
-            f"what is waited for take {chosen.seconds_per_step / step_seconds:.3g} times the step alone.",
+            f"Period {chosen.period} with overlap {chosen.overlap} is the fastest that Corollary 1 covers; waiting for "
+            f"averages costs {max(0.0, paces[chosen] - 1):.0%} of the computing.",
         )
-    cheap = [option for option in options if option.seconds_per_step <= 1.1 * step_seconds]
+    cheap = [option for option in options if paces[option] <= 1.1]
     if cheap:
-        chosen = min(cheap, key=lambda o: (o.period, o.seconds_per_step))
+        chosen = min(cheap, key=lambda o: (o.period, paces[o]))
     else:
-        chosen = min(options, key=lambda o: (o.seconds_per_step, o.period))
+        chosen = min(options, key=lambda o: (paces[o], o.period))
     return chosen, (
-        f"An average takes {transfer / step_seconds:.3g} steps' time; at period {chosen.period} with overlap "
-        f"{chosen.overlap} waiting costs {max(0.0, chosen.seconds_per_step / step_seconds - 1):.1%} of the computing. "
-        "This is a choice by cost, not by theory.",
+        f"An average takes {cost.average_seconds / cost.step_seconds:,.1f} steps' time; at period {chosen.period} with "
+        f"overlap {chosen.overlap} waiting costs {max(0.0, paces[chosen] - 1):.0%} of the computing. This is a choice "
+        "by cost, not by theory.",
+    )
+
+
+def _guarantee(workers: int, guaranteed: int, following: int, needed: int) -> tuple[str, ...]:
+    if workers == 1:
+        return ()
+    reach = f"periods up to {guaranteed}" if guaranteed > 1 else "period 1 only" if guaranteed else "no period"
+    return (f"At overlap 1 Corollary 1 covers {reach}; period {following} would need {needed:,} steps.",)
+
+
+def _lr_words(problem: Problem | None, chosen: Option, lr: float | None) -> tuple[str, ...]:
+    if problem is None or lr is None:
+        return ()
+    above = " (above 1/L: T is below N)" if lr * problem.smoothness > 1 + 1e-12 else ""
+    return (
+        f"Corollary 1's lr for {chosen.steps:,} steps is {lr:.3g}{above}; the bound's own best is {chosen.lr:.3g}.",
     )

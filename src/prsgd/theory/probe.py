@@ -3,7 +3,8 @@
 None of them is a constant in practice: the curvature changes many times over along a path of training, so look again
 and again (``since=``) and keep the largest. A look at the start alone misleads.
 
-    L        the largest eigenvalue of the Hessian in magnitude, by Lanczos: a lower estimate of the supremum
+    L        the largest eigenvalue of the Hessian in magnitude, by Lanczos. Here, on these batches: few batches
+             overstate it, and elsewhere on the path it may be larger
     sigma^2  the variance of a mini-batch gradient
     G^2      the largest mean squared norm of a mini-batch gradient seen: a lower estimate
     gap      f(x) - f* at the first look, f* = 0 unless it is given (right for cross-entropy)
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
@@ -66,15 +67,17 @@ class Probed:
     """Of one blocking average of the model; None outside a process group."""
     parameters: int
     """How many numbers train."""
+    batch_size: int | None
+    """Of the batches looked at; None where they have no length."""
     looks: int
 
     @property
     def problem(self) -> Problem:
-        """For ``prsgd.theory.bounds``."""
+        """For ``prsgd.theory.bounds``. The noise is a part of G^2, so that is at least as large."""
         return Problem(
             smoothness=self.smoothness.value,
             noise=self.noise.value,
-            grad_second_moment=self.grad_second_moment.value,
+            grad_second_moment=max(self.grad_second_moment.value, self.noise.value),
             gap=self.gap.value,
         )
 
@@ -85,7 +88,7 @@ def probe(
     loader: Iterable[tuple[Any, Any]],
     *,
     max_batches: int = 64,
-    curvature_batches: int = 4,
+    curvature_batches: int | None = None,
     lanczos_steps: int = 10,
     best_value: float = 0.0,
     since: Probed | None = None,
@@ -93,9 +96,11 @@ def probe(
 ) -> Probed:
     """Look at ``loss_fn(model(x), y)`` where the model is now; the model is left as it was.
 
-    ``loader`` gives batches (x, y) of the size that a worker trains with; up to ``max_batches`` are looked at. Pass the
-    last result as ``since`` to keep the largest values along the path, and the first look's gap. In a process group it
-    is a collective: every rank looks at its own batches, and how long an average takes is measured too.
+    ``loader`` gives batches (x, y) of the size that a worker trains with; up to ``max_batches`` are looked at, those of
+    another size than the first left out, and ``curvature_batches`` of them (all) for the curvature. Pass the last
+    result as ``since`` to keep the largest values along the path, and the first look's gap. In a process group it is a
+    collective: every rank looks at its own batches, and how long an average takes is measured too. For times that
+    mean something, set torch's threads as in training.
 
     >>> import torch, prsgd
     >>> from prsgd.tasks import synthetic
@@ -106,12 +111,13 @@ def probe(
     True
     """
     max_batches = whole_number("max_batches", max_batches, at_least=2)
-    curvature_batches = whole_number("curvature_batches", curvature_batches, at_least=1)
+    if curvature_batches is not None:
+        whole_number("curvature_batches", curvature_batches, at_least=2)
+    if not math.isfinite(best_value):
+        raise ValueError(f"best_value must be finite, got {best_value!r}")
     lanczos_steps = whole_number("lanczos_steps", lanczos_steps, at_least=2)
     with _random_numbers_kept():  # a loader that shuffles draws some
-        batches = [batch for _, batch in zip(range(max_batches), loader)]
-    if len(batches) < 2:
-        raise ValueError(f"loader must give at least two batches, got {len(batches)}")
+        batches = _whole_batches(loader, max_batches)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("model must have parameters that train")
@@ -122,28 +128,33 @@ def probe(
         for x, y in batches:
             begin = time.perf_counter()
             loss = loss_fn(model(x), y)
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise ValueError("loss_fn must give one number that depends on the model's parameters, as a tensor")
             found = torch.autograd.grad(loss, parameters, allow_unused=True)
             losses.append(float(loss.detach()))
             times.append(time.perf_counter() - begin)
             if not math.isfinite(losses[-1]):
                 raise ValueError(f"the loss must be finite, got {losses[-1]} on batch {len(losses) - 1}")
             gradients.append(_flat(found, parameters))
-        curvature, residual = _curvature(
-            model, loss_fn, batches[:curvature_batches], parameters, lanczos_steps, torch.Generator().manual_seed(seed)
-        )
-    smoothness = _smoothness(curvature, residual, lanczos_steps)
+            if not torch.isfinite(gradients[-1]).all():
+                raise ValueError(f"the gradient must be finite, got one that is not on batch {len(losses) - 1}")
+        hessian = _Hessian(model, loss_fn, parameters)
+        smoothness = _smoothness(hessian, batches[:curvature_batches], lanczos_steps, seed, losses[0])
     noise, moment = _noise(gradients), _moment(gradients)
     loss_now = fmean(losses)
     error = 2 * stdev(losses) / math.sqrt(len(losses))
+    if since is None and loss_now + error < best_value:
+        raise ValueError(f"best_value must be at most the loss, {loss_now:.4g} here, got {best_value:g}")
     gap = Estimate(
         max(0.0, loss_now - best_value),
         max(0.0, loss_now - best_value - error),
-        loss_now - best_value + error,
+        max(0.0, loss_now - best_value + error),
         f"the loss at the first look, above f* = {best_value:g}",
     )
     size = sum(p.numel() for p in parameters)
     step_seconds, average_seconds = _in_the_group(median(times), size, parameters[0].device)
-    now = Probed(smoothness, noise, moment, gap, loss_now, step_seconds, average_seconds, size, 1)
+    batch_size = _size(batches[0])
+    now = Probed(smoothness, noise, moment, gap, loss_now, step_seconds, average_seconds, size, batch_size, 1)
     return now if since is None else merged(since, now)
 
 
@@ -158,6 +169,7 @@ def merged(since: Probed, now: Probed) -> Probed:
         step_seconds=now.step_seconds,
         average_seconds=now.average_seconds,
         parameters=now.parameters,
+        batch_size=now.batch_size,
         looks=since.looks + now.looks,
     )
 
@@ -214,62 +226,67 @@ def _moment(gradients: list[Tensor]) -> Estimate:
     )
 
 
-def _smoothness(curvature: float, residual: float, steps: int) -> Estimate:
-    """The largest Ritz value in magnitude lies within its residual of an eigenvalue."""
-    if curvature == 0:
-        raise ValueError("the loss has no curvature here (its Hessian is zero): L cannot be estimated")
-    says = "the largest curvature seen: the supremum along the path is above"
-    if residual > CONVERGED * curvature:
+def _smoothness(hessian: _Hessian, batches: Sequence[tuple[Any, Any]], steps: int, seed: int, loss: float) -> Estimate:
+    """The largest eigenvalue on all batches, within its residual; and below, free of having chosen the direction by
+    the same batches, the curvature that the other half of them has along the direction found on one half."""
+    top, residual, _ = _largest(lambda v: hessian.times(v, batches), hessian, steps, seed)
+    if top == 0:
+        raise ValueError(f"the loss ({loss:.4g}) has no curvature here, its Hessian is zero: L cannot be estimated")
+    _, _, direction = _largest(lambda v: hessian.times(v, batches[::2]), hessian, steps, seed)
+    elsewhere = abs(float(direction @ hessian.times(direction, batches[1::2])))
+    says = f"the largest curvature of {len(batches)} batches; elsewhere on the path it may be larger"
+    if residual > CONVERGED * top:
         says = f"not converged after {steps} Lanczos steps (residual {residual:.2g}): take more; {says}"
-    return Estimate(curvature, max(0.0, curvature - residual), math.inf, says)
+    return Estimate(top, max(0.0, min(top - residual, elsewhere)), math.inf, says)
 
 
-def _curvature(
-    model: nn.Module,
-    loss_fn: LossFn,
-    batches: list[tuple[Any, Any]],
-    parameters: Sequence[Tensor],
-    steps: int,
-    generator: torch.Generator,
-) -> tuple[float, float]:
-    """The largest eigenvalue in magnitude of the mean loss's Hessian, by Lanczos, and its residual."""
-    size = sum(p.numel() for p in parameters)
-    steps = min(steps, size)
-    device, dtype = parameters[0].device, torch.float64
-    noise_level = min(1e-4, 100 * torch.finfo(parameters[0].dtype).eps)
+class _Hessian:
+    """Of the mean loss of some batches, times a vector."""
 
-    drawn = torch.get_rng_state()
+    def __init__(self, model: nn.Module, loss_fn: LossFn, parameters: Sequence[Tensor]) -> None:
+        self._model, self._loss_fn, self._parameters = model, loss_fn, parameters
+        self.size = sum(p.numel() for p in parameters)
+        self.device = parameters[0].device
+        self.rounding = min(1e-4, 100 * torch.finfo(parameters[0].dtype).eps)
+        self._drawn = _random_state(self.device)
 
-    def times(vector: Tensor) -> Tensor:
-        product = torch.zeros(size, dtype=dtype, device=device)
-        torch.set_rng_state(drawn)  # with dropout, one Hessian for all products
+    def times(self, vector: Tensor, batches: Sequence[tuple[Any, Any]]) -> Tensor:
+        product = torch.zeros(self.size, dtype=vector.dtype, device=self.device)
+        _set_random_state(self._drawn, self.device)  # with dropout, one Hessian for all products
         for x, y in batches:
-            gradients = torch.autograd.grad(loss_fn(model(x), y), parameters, create_graph=True, allow_unused=True)
-            along = _dot(gradients, vector, parameters)
+            loss = self._loss_fn(self._model(x), y)
+            gradients = torch.autograd.grad(loss, self._parameters, create_graph=True, allow_unused=True)
+            along = _dot(gradients, vector, self._parameters)
             if along is not None:
-                second = torch.autograd.grad(along, parameters, allow_unused=True)
-                product += _flat(second, parameters).to(dtype) / len(batches)
+                second = torch.autograd.grad(along, self._parameters, allow_unused=True)
+                product += _flat(second, self._parameters) / len(batches)
+        if not torch.isfinite(product).all():
+            raise ValueError("the loss has a curvature that is not finite here: L cannot be estimated")
         return product
 
-    vector = torch.randn(size, generator=generator, dtype=dtype).to(device)
-    vector /= vector.norm()
-    basis, diagonal, beside = [vector], list[float](), list[float]()
-    for _ in range(steps):
+
+def _largest(
+    times: Callable[[Tensor], Tensor], hessian: _Hessian, steps: int, seed: int
+) -> tuple[float, float, Tensor]:
+    """By Lanczos: the largest eigenvalue in magnitude, its residual, and its direction."""
+    vector = torch.randn(hessian.size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    basis, diagonal, beside = [(vector / vector.norm()).to(hessian.device)], list[float](), list[float]()
+    for _ in range(min(steps, hessian.size)):
         product = times(basis[-1])
         diagonal.append(float(basis[-1] @ product))
         for known in (*basis, *basis):  # twice is enough to stay orthogonal to rounding
             product -= (known @ product) * known
-        length = float(product.norm())
-        beside.append(length)
-        if length < noise_level * max(1e-30, *map(abs, diagonal)):
+        beside.append(float(product.norm()))
+        if beside[-1] < hessian.rounding * max(1e-30, *map(abs, diagonal)):
             break  # what is left is rounding: the space that the vector reaches is used up
-        basis.append(product / length)
-    small = torch.diag(torch.tensor(diagonal, dtype=dtype))
+        basis.append(product / beside[-1])
+    small = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
     for i, value in enumerate(beside[: len(diagonal) - 1]):
         small[i, i + 1] = small[i + 1, i] = value
     values, vectors = torch.linalg.eigh(small)
-    largest = int(values.abs().argmax())
-    return float(values[largest].abs()), abs(beside[-1] * float(vectors[-1, largest]))
+    top = int(values.abs().argmax())
+    direction = torch.stack(basis[: len(diagonal)], dim=1) @ vectors[:, top].to(hessian.device)
+    return float(values[top].abs()), abs(beside[-1] * float(vectors[-1, top])), direction
 
 
 def _dot(gradients: Iterable[Tensor | None], vector: Tensor, parameters: Sequence[Tensor]) -> Tensor | None:
@@ -304,9 +321,39 @@ def _in_the_group(step_seconds: float, size: int, device: torch.device) -> tuple
     return float(slowest), median(times[1:])
 
 
+def _whole_batches(loader: Iterable[tuple[Any, Any]], most: int) -> list[tuple[Any, Any]]:
+    found: list[tuple[Any, Any]] = []
+    for batch in loader:
+        if not isinstance(batch, Sequence) or len(batch) != 2:
+            raise ValueError(f"loader must give pairs (x, y), got {type(batch).__name__}")
+        if not found or _size(batch) == _size(found[0]):
+            found.append((batch[0], batch[1]))
+        if len(found) == most:
+            break
+    if len(found) < 2:
+        raise ValueError(f"loader must give at least two batches of one size, got {len(found)}")
+    return found
+
+
+def _size(batch: tuple[Any, Any]) -> int | None:
+    return len(batch[0]) if isinstance(batch[0], Sized) else None
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(state: Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
 @contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
         yield
 
 

@@ -50,6 +50,17 @@ def wells(centre: Array) -> Function:
     )
 
 
+def opposite(dimension: int = 1) -> Function:
+    """Two workers whose gradients are +1 and -1 everywhere, in each coordinate: nothing drifts apart faster."""
+    signs = np.array([1.0, -1.0])[:, None]
+    return Function(
+        value=lambda x: np.zeros(x.shape[:-1]),
+        gradient=lambda x: signs * np.ones_like(x) if x.ndim == 3 else np.zeros_like(x),
+        start=np.zeros(dimension),
+        smoothness=1.0,
+    )
+
+
 def two_wells(dimension: int) -> Function:
     """sum_j w(2 (x_j + 1)) + w(2 (x_j - 1)), from the ridge between the wells. L <= 16."""
     return Function(
@@ -73,6 +84,8 @@ def run(
     seed: int = 0,
 ) -> Result:
     """Algorithm 1; ``period`` None averages once, at the end. ``noise`` is sigma^2, Gaussian."""
+    if period is not None and overlap > period:
+        raise ValueError(f"overlap must be at most the period {period}, got {overlap}")
     lrs = np.full(whole_number("steps", steps, at_least=1), lr)
     ends = set(range(period, steps + 1, period)) if period is not None else set()
     return _run(function, workers, lrs, ends, overlap, noise, seeds, seed)
