@@ -36,7 +36,7 @@ ORDER = [
     "errors", "_check", "_toml", "units", "links", "splits", "data", "datasets", "records", "trace", "clocks",
     "cluster", "schedules", "worker", "comm", "averaging", "state", "buffers", "optimizer_state", "vectorized", "fleet",
     "entering", "ledger", "flight", "tower", "local_sgd", "launching", "tasks", "methods", "config", "checkpoint",
-    "events", "experiment", "folders", "jobs", "running", "theory", "report", "cli", "__main__",
+    "events", "feed", "experiment", "folders", "jobs", "running", "theory", "report", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -317,6 +318,21 @@ class ClusterClock:
             self._draws[place] = (block, numbers)
         jitter = self.cluster.jitter
         return math.exp(jitter * float(numbers[step % BLOCK]) - jitter**2 / 2)
+
+
+class Pace:
+    """Plays one worker of a cluster on a faster machine: sleeps until a step has taken what it takes there."""
+
+    def __init__(self, cluster: Cluster, worker: int, seed: int = 0) -> None:
+        self._clock, self._worker = ClusterClock(cluster, seed=seed), worker
+
+    def wait(self, began: float) -> None:
+        """The step began at this ``time.perf_counter()``."""
+        before = self._clock(self._worker)
+        self._clock.computed([self._worker])
+        left = began + self._clock(self._worker) - before - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
 
 
 _VECTORS = ("now", "closed", "total", "computing", "waiting", "communicating", "hidden")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from prsgd import cluster as clusters
 from prsgd import methods, splits, tasks
 from prsgd._check import nearest, one_of, positive, whole_number
 
@@ -45,6 +46,11 @@ class Config:
     split: str = "iid"
     seed: int = 0
     processes: int = 1
+    cluster: str | None = None
+    """A modelled one, by name or file; with as many processes as workers, played by sleeping."""
+    seconds: float | None = None
+    """Of a round by the clock; PERIOD steps of the cluster's slowest worker unless given."""
+    weights: str = "uniform"
 
     def resolve(self) -> Config:
         """With every choice made and checked; a ValueError names what cannot be."""
@@ -56,6 +62,8 @@ class Config:
             raise ValueError("epochs and steps are two ways to say how long: give one of them")
         if self.period is not None and not method.has_period:
             raise ValueError(f"method {self.method} has no period, got {self.period}")
+        if self.seconds is not None and not method.by_clock:
+            raise ValueError(f"method {self.method} has no rounds by the clock, got seconds {self.seconds}")
         found = dataclasses.replace(
             self,
             model=model,
@@ -66,7 +74,19 @@ class Config:
             momentum=_or(self.momentum, usual["momentum"]),
         )
         found._check()
-        return found
+        return dataclasses.replace(found, seconds=found._seconds()) if method.by_clock else found
+
+    def modelled(self) -> clusters.Cluster | None:
+        """The cluster; None: the machine itself."""
+        return None if self.cluster is None else clusters.load(self.cluster, self.workers)
+
+    def _seconds(self) -> float:
+        cluster = self.modelled()
+        if self.seconds is not None:
+            return positive("seconds", self.seconds)
+        if cluster is None:
+            raise ValueError(f"method {self.method} needs to know how long a round lasts: --seconds, or a --cluster")
+        return float(f"{(self.period or 1) * cluster.slowest_step_seconds:.6g}")
 
     def _check(self) -> None:
         for name in ("workers", "period", "epochs", "steps", "batch_size", "processes"):
@@ -81,6 +101,13 @@ class Config:
         _within("momentum", self.momentum, 1.0)
         _within("weight_decay", self.weight_decay, LARGEST)
         splits.parse(self.split)
+        one_of("weights", self.weights, ("uniform", "steps"))
+        if self.modelled() is not None and self.processes not in (1, self.workers):
+            raise ValueError(
+                f"processes must be 1, or one per worker ({self.workers}), with a cluster, got {self.processes}"
+            )
+        if self.seconds is not None:
+            positive("seconds", self.seconds)
         if self.processes > self.workers:
             raise ValueError(f"processes must be at most the number of workers {self.workers}, got {self.processes}")
         self.parts().schedule.check(self.workers, self.overlap)
@@ -89,7 +116,8 @@ class Config:
 
     def parts(self) -> methods.Parts:
         assert self.lr is not None
-        return methods.find(self.method).build(self.period or 1, self.lr)
+        given = methods.Settings(period=self.period or 1, lr=self.lr, seconds=self.seconds or 1.0, weights=self.weights)
+        return methods.find(self.method).build(given)
 
     @property
     def label(self) -> str:

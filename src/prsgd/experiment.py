@@ -25,15 +25,17 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 import prsgd
-from prsgd import events, methods, splits, tasks
+from prsgd import events, methods, tasks
 from prsgd.checkpoint import Checkpoints, fingerprint, newest_common, write
+from prsgd.cluster import ClusterClock, Pace
 from prsgd.config import Config, lr_at
-from prsgd.data import Shards
 from prsgd.errors import CheckpointError, DivergedError
+from prsgd.feed import Feed, class_counts, deal, num_steps
 from prsgd.fleet import Fleet
 from prsgd.local_sgd import LocalSGD
 from prsgd.records import Record
 from prsgd.tasks.base import Data
+from prsgd.trace import to_chrome
 
 EVALUATE_AT_MOST = 5_000
 """Training samples in an evaluation; the test set is taken whole."""
@@ -55,6 +57,8 @@ class Evaluation:
     test_accuracy: float | None
     seconds: float
     """Of training so far, evaluations left out."""
+    modelled_seconds: float | None = None
+    """The same on a modelled cluster."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ class Summary:
     """Of the final model: two runs with the same one are the same to the last bit."""
     first_train_loss: float = math.inf
     """Before the first step."""
+    modelled_seconds: float | None = None
+    """Of training, on a modelled cluster."""
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: somebody asked for it
@@ -145,13 +151,18 @@ class _Run:
         self._events: events.Events | None = None
         self._task = tasks.find(config.task)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        self._data = _to(self._task.load(), device)
+        self._data = _to(tasks.load(config.task), device)
         torch.manual_seed(config.seed)
         assert config.model is not None
         self._fleet = Fleet(self._task.models[config.model]().to(device), config.workers, seed=config.seed)
         self._rank = _rank()
         self._shards = deal(config, self._data, self._fleet.workers)
         self._num_steps = num_steps(config, self._shards)
+        self._feed = Feed(config, self._task, self._data, self._shards, self._fleet.workers)
+        self._uneven = methods.find(config.method).uneven
+        cluster = config.modelled()
+        self._model_clock = ClusterClock(cluster, seed=config.seed) if cluster and config.processes == 1 else None
+        self._pace = Pace(cluster, self._fleet.workers.start, config.seed) if cluster and config.processes > 1 else None
         assert config.momentum is not None
         self._optimizer = torch.optim.SGD(
             self._fleet.parameters(),
@@ -168,10 +179,12 @@ class _Run:
             averaging=parts.averaging,
             optimizer_state=parts.optimizer_state,
             overlap=config.overlap,
+            clock=self._model_clock,
             on_record=self._on_record,
         )
         self._checkpoints = Checkpoints(folder, rank=self._rank)
-        self._step = 0
+        self._step = self._epochs_seen = 0
+        self._samples_per_step = config.workers * self._shards.batch_size
         self._seconds = 0.0
         self._evaluation: Evaluation | None = None
         self._best: float | None = None
@@ -194,29 +207,41 @@ class _Run:
                     self._evaluate()
                 self._train()
             self._evaluation = None  # what was seen before the last average
-            self._evaluate()
+            self._evaluate(over=True)
         finally:
             for open_file in (self._file, self._events):
                 if open_file is not None:
                     open_file.close()
+            if self._local.records:
+                content = json.dumps(to_chrome(self._local.trace.spans()))
+                write(self._folder / f"trace-{self._rank}.json", content.encode())
         return self._summarize()
 
     def _train(self) -> None:
-        epoch_length = self._shards.steps_per_epoch
+        length = self._shards.steps_per_epoch
+        recipe = methods.find(self._config.method).keeps_lr
         began = time.perf_counter()
-        for x, y in self._batches():
+        while not self._is_over():
+            if recipe:
+                for group in self._optimizer.param_groups:
+                    group["lr"] = lr_at(self._config, int(self._taken()), self._num_steps)
+            x, y = self._feed.batch(self._local.steps)
             self._optimizer.zero_grad()
             losses = self._fleet.backward(self._task.loss_fn, x, y)
             self._local.log(loss=losses, samples=self._shards.batch_size)
+            if self._pace is not None:
+                self._pace.wait(began)
             self._optimizer.step()
             self._step += 1
             now = time.perf_counter()
             self._seconds += now - began
-            if self._step == self._num_steps:
+            if self._is_over():
                 break
-            if self._step % epoch_length == 0:
+            if self._taken() // length > self._epochs_seen:
+                self._epochs_seen = int(self._taken() // length)
                 self._evaluate()
-                self._save()
+                with self._local.paused():
+                    self._save()
                 if self._stopping:
                     raise Stopped(self._step)
             elif self._alone and self._should_stop():
@@ -226,28 +251,12 @@ class _Run:
                 self._show()
             began = time.perf_counter()
 
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """From where the run is to its end, with the lr set for each."""
-        epoch_length = self._shards.steps_per_epoch
-        recipe = methods.find(self._config.method).keeps_lr
-        for epoch in range(self._step // epoch_length, -(-self._num_steps // epoch_length)):
-            start = self._step % epoch_length
-            for step, chosen in enumerate(self._shards.indices(epoch)[start:], start):
-                tick = epoch * epoch_length + step
-                if recipe:
-                    for group in self._optimizer.param_groups:
-                        group["lr"] = lr_at(self._config, tick, self._num_steps)
-                yield self._inputs(chosen, tick), Shards.gather(self._data.train_y, chosen)
+    def _taken(self) -> float:
+        """Steps of each worker; where workers differ, their mean, from the records: all processes know the same."""
+        return self._totals["samples"] / self._samples_per_step if self._uneven else self._step
 
-    def _inputs(self, chosen: Tensor, tick: int) -> Tensor:
-        """What the hosted workers' models see: (n, batch, ...)."""
-        x = Shards.gather(self._data.train_x, chosen)
-        if self._task.augment is not None:
-            seeds = (splits.mixed(self._config.seed, tick, worker) for worker in self._fleet.workers)
-            generators = (torch.Generator().manual_seed(seed) for seed in seeds)
-            x = torch.stack([self._task.augment(part, generator) for part, generator in zip(x, generators)])
-        seen: Tensor = self._task.prepare(x.flatten(0, 1)).unflatten(0, chosen.shape)
-        return seen
+    def _is_over(self) -> bool:
+        return self._taken() >= self._num_steps
 
     # Looking at it
 
@@ -255,23 +264,25 @@ class _Run:
     def _alone(self) -> bool:
         return len(self._fleet.workers) == self._fleet.num_workers
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, *, over: bool = False) -> None:
         """The consensus's losses and accuracy, each process on its part of the samples; and whether to stop."""
-        if self._step < self._num_steps:
+        if over:
+            sums = self._sums(self._fleet.modules[0])  # it is the consensus
+        else:
             with self._local.consensus() as model:
                 sums = self._sums(model)
-        else:
-            sums = self._sums(self._fleet.modules[0])  # the run is over: it is the consensus
-        train_loss, train_size, test_loss, test_size, right, stop = sums.tolist()
+        train_loss, train_size, test_loss, test_size, right, stop, steps = sums.tolist()
+        length = self._shards.steps_per_epoch
         accuracy = right / test_size if self._task.has_accuracy else None
         self._stopping = stop > 0
         self._evaluation = Evaluation(
-            epoch=self._step / self._shards.steps_per_epoch,
-            step=self._step,
+            epoch=steps / self._config.workers / length,
+            step=self._step if not self._uneven else self._num_steps if over else self._epochs_seen * length,
             train_loss=train_loss / train_size,
             test_loss=test_loss / test_size,
             test_accuracy=accuracy,
             seconds=self._seconds,
+            modelled_seconds=self._modelled_seconds(),
         )
         if not self._step:
             self._first_loss = self._evaluation.train_loss
@@ -279,6 +290,10 @@ class _Run:
             self._best = max(accuracy, self._best or 0.0)
         self._write({"kind": "evaluation", **asdict(self._evaluation)})
         self._show()
+
+    def _modelled_seconds(self) -> float | None:
+        clock = self._model_clock
+        return None if clock is None else max(clock(worker) for worker in self._fleet.workers)
 
     @torch.no_grad()
     def _sums(self, model: nn.Module) -> Tensor:
@@ -297,7 +312,8 @@ class _Run:
                     right += float((out.argmax(dim=1) == y[begin:end]).sum())
             found += [total, float(len(mine))]
         model.train()
-        sums = torch.tensor([*found, right, float(self._should_stop())], dtype=torch.float64)
+        beside = [right, float(self._should_stop()), float(sum(self._local.steps))]
+        sums = torch.tensor([*found, *beside], dtype=torch.float64)
         if self._alone:
             return sums
         summed: Tensor = self._fleet.comm.all_reduce(sums.to(data.train_x.device)).wait()
@@ -307,14 +323,14 @@ class _Run:
         self._shown = time.perf_counter()
         if self._rank:
             return
-        taken = self._step / self._num_steps
-        left = self._seconds * (1 - taken) / taken if self._step else None
+        taken = min(1.0, self._taken() / self._num_steps)
+        left = self._seconds * (1 - taken) / taken if taken else None
         length = self._shards.steps_per_epoch
         self._observe(
             Progress(
-                step=self._step,
+                step=int(self._taken()),
                 num_steps=self._num_steps,
-                epoch=self._step / length,
+                epoch=self._taken() / length,
                 num_epochs=self._num_steps / length,
                 round=self._local.round,
                 evaluation=self._evaluation,
@@ -347,6 +363,7 @@ class _Run:
         state = {
             "config": asdict(self._config),
             "step": self._step,
+            "epochs_seen": self._epochs_seen,
             "seconds": self._seconds,
             "best": self._best,
             "first_loss": self._first_loss,
@@ -367,6 +384,7 @@ class _Run:
         if Config.from_dict(state["config"]) != self._config:
             raise CheckpointError(f"the checkpoint in {self._folder} is of another config")
         self._step, self._seconds, self._best = state["step"], state["seconds"], state["best"]
+        self._epochs_seen = state.get("epochs_seen", self._step // self._shards.steps_per_epoch)
         self._first_loss = state.get("first_loss", math.inf)
         self._totals = state["totals"]
         self._evaluation = None if state["evaluation"] is None else Evaluation(**state["evaluation"])
@@ -411,6 +429,7 @@ class _Run:
             seconds=self._seconds,
             samples=int(totals["samples"]),
             weights_sha256=fingerprint([*model.parameters(), *model.buffers()]),
+            modelled_seconds=self._modelled_seconds(),
         )
         if self._rank == 0:
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
@@ -425,35 +444,6 @@ def prepare(config: Config, folder: Path) -> None:
     write(folder / "split.json", json.dumps({"counts": class_counts(config)}).encode())
     write(folder / "environment.json", json.dumps(environment(), indent=2).encode())
     write(folder / "config.json", config.to_json().encode())
-
-
-def deal(config: Config, data: Data, workers: range | None = None) -> Shards:
-    """The data of a run, dealt out."""
-    assert config.batch_size is not None
-    if config.workers > len(data.train_x):
-        raise ValueError(f"workers must be at most the {len(data.train_x)} samples, got {config.workers}")
-    return Shards(
-        data.train_x,
-        data.train_y,
-        num_workers=config.workers,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        workers=workers,
-        split=splits.parse(config.split),
-    )
-
-
-def class_counts(config: Config) -> list[list[int]]:
-    """How many samples of each class each worker sees in the first epoch."""
-    shards = deal(config, tasks.find(config.task).load())
-    labels = shards.y[shards.indices(0)].transpose(0, 1).flatten(1)
-    counts: list[list[int]] = [row.bincount(minlength=int(shards.y.max()) + 1).tolist() for row in labels]
-    return counts
-
-
-def num_steps(config: Config, shards: Shards) -> int:
-    """Steps of each worker."""
-    return config.steps if config.steps is not None else (config.epochs or 0) * shards.steps_per_epoch
 
 
 def environment() -> dict[str, Any]:

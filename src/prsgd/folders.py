@@ -16,7 +16,7 @@ from prsgd.errors import CheckpointError
 OURS = (
     ".lock", "config.json", "environment.json", "model.safetensors", "records.jsonl", "split.json", "summary.json",
     "checkpoints", "error.txt", "stop", "compare.json", "report.html", "figures", "curves.csv", "table.csv",
-    "tensorboard",
+    "tensorboard", "trace.json",
 )  # fmt: skip
 """What we put into a folder: --overwrite removes these and nothing else."""
 
@@ -65,10 +65,11 @@ def clear(folder: Path) -> None:
 def _is_ours(name: str) -> bool:
     """Also a file that was being written when its process was killed.
 
-    >>> _is_ours("summary.json"), _is_ours(".summary.json.4242"), _is_ours("thesis.txt")
-    (True, True, False)
+    >>> _is_ours("summary.json"), _is_ours(".summary.json.4242"), _is_ours("trace-3.json"), _is_ours("thesis.txt")
+    (True, True, True, False)
     """
-    return name in OURS or re.sub(r"^\.|\.\d+$", "", name) in OURS
+    plain = re.sub(r"^trace-\d+\.", "trace.", re.sub(r"^\.|\.\d+$", "", name))
+    return name in OURS or plain in OURS
 
 
 def read_config(folder: Path) -> Config:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
-from prsgd import experiment, jobs, tasks
+from prsgd import experiment, feed, jobs, methods, splits, tasks
 from prsgd.checkpoint import Checkpoints, newest_common, write
 from prsgd.config import Config
 from prsgd.errors import CheckpointError, LaunchError
@@ -31,7 +31,14 @@ def under_torchrun() -> bool:
 
 def check(config: Config) -> None:
     """See that the data are there and can be dealt out so; a ValueError or DataError otherwise."""
-    experiment.deal(config, tasks.find(config.task).load())
+    feed.deal(config, tasks.load(config.task))
+    if methods.find(config.method).uneven and splits.parse(config.split) not in (splits.iid(), splits.pool()):
+        warnings.warn(
+            f"{config.method} on a {config.split} split: workers that take more steps pull the model towards their own "
+            "data (the paper's Assumption 2, identical distributions, does not hold)",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def check_checkpoints(config: Config, folder: Path) -> None:

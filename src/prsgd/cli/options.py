@@ -11,7 +11,7 @@ from prsgd.cli.parser import Parser
 
 RUN = (
     "task", "model", "method", "workers", "period", "overlap", "epochs", "steps", "batch_size", "lr", "momentum",
-    "weight_decay", "split", "processes",
+    "weight_decay", "split", "processes", "cluster", "seconds", "weights",
 )  # fmt: skip
 """Fields of a Config that are options of the same name."""
 
@@ -29,7 +29,7 @@ def add_run_options(parser: Parser, *, several: bool) -> None:
         *names,
         dest="method",
         metavar="NAME",
-        help="pr-sgd, pr-sgd-growing, pr-sgd-momentum, minibatch-sgd, one-shot (pr-sgd)",
+        help="pr-sgd, pr-sgd-growing, pr-sgd-timed, pr-sgd-measured, pr-sgd-momentum, minibatch-sgd, one-shot (pr-sgd)",
         **many,
     )
     how.add_argument("--workers", type=int, metavar="N", help="how many (8)")
@@ -47,6 +47,20 @@ def add_run_options(parser: Parser, *, several: bool) -> None:
     how.add_argument("--lr", type=float, help="divided by 10 at 1/2 and 11/12 of the run (0.1)")
     how.add_argument("--momentum", type=float, metavar="M", help="(0.9)")
     how.add_argument("--weight-decay", type=float, metavar="W", help="(0)")
+    mixed = parser.add_argument_group("mixed hardware")
+    mixed.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="model one: a file, or mixed, stragglers, lan-1g, lan-10g, wan, "
+        "datacenter, paper; with --processes N of N workers, play it by sleeping",
+    )
+    mixed.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="of a round of pr-sgd-timed (PERIOD steps of the cluster's slowest worker)",
+    )
+    mixed.add_argument("--weights", help="each worker counts: uniform, or by its steps (uniform)")
 
 
 def add_place_options(parser: Parser) -> argparse._ArgumentGroup:

@@ -65,13 +65,13 @@ def _walk(config: Config, looks: int) -> Probed:
     """Train one worker, and look at the start, at the end and in between."""
     import torch
 
-    from prsgd import experiment, tasks
+    from prsgd import feed, tasks
     from prsgd.theory.probe import merged, probe
 
     torch.set_num_threads(1)
     task = tasks.find(config.task)
-    data = task.load()
-    shards = experiment.deal(config, data)
+    data = tasks.load(config.task)
+    shards = feed.deal(config, data)
     torch.manual_seed(config.seed)
     model = task.models[config.model or ""]()
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr or 0.1, momentum=config.momentum or 0.0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from prsgd._check import one_of
 
 if TYPE_CHECKING:
-    from prsgd.tasks.base import Task
+    from prsgd.tasks.base import Data, Task
 
 MODULES = {
     "digits": "prsgd.tasks.digits",
@@ -27,3 +28,9 @@ def find(name: str) -> Task:
     """
     task: Task = import_module(MODULES[one_of("task", name, MODULES)]).TASK
     return task
+
+
+@lru_cache(maxsize=1)
+def load(name: str) -> Data:
+    """The data of this task: read and checked once, however often a run asks."""
+    return find(name).load()
