@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,19 @@ def under_torchrun() -> bool:
 def check(config: Config) -> None:
     """See that the data are there and can be dealt out so; a ValueError or DataError otherwise."""
     feed.deal(config, tasks.load(config.task))
-    if methods.find(config.method).uneven and splits.parse(config.split) not in (splits.iid(), splits.pool()):
-        warnings.warn(
-            f"{config.method} on a {config.split} split: workers that take more steps pull the model towards their own "
-            "data (the paper's Assumption 2, identical distributions, does not hold)",
-            UserWarning,
-            stacklevel=2,
-        )
+
+
+def warn_about(configs: Iterable[Config]) -> None:
+    """Of what can be trained but is not what the theory is about."""
+    alike = (splits.iid(), splits.pool())
+    for config in {c.method: c for c in configs}.values():
+        if methods.find(config.method).uneven and splits.parse(config.split) not in alike:
+            warnings.warn(
+                f"{config.method} on a {config.split} split: workers that take more steps pull the model towards their "
+                "own data (the paper's Assumption 2, identical distributions, does not hold)",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def check_checkpoints(config: Config, folder: Path) -> None:

@@ -75,6 +75,8 @@ class Trace:
 def split(spans: Sequence[Span]) -> list[Span]:
     """What is blocked as "wait", until the last worker has launched the average, and "average", from then on.
 
+    A flight begins then too: before, nothing is on its way.
+
     >>> blocked = [Span(0, "blocked", 1.0, 4.0, 1), Span(1, "blocked", 3.0, 4.0, 1)]
     >>> flights = [Span(0, "flight", 1.0, 4.0, 1), Span(1, "flight", 3.0, 4.0, 1)]
     >>> [(s.worker, s.kind, s.begin, s.end) for s in split(blocked + flights) if s.kind != "flight"]
@@ -86,6 +88,9 @@ def split(spans: Sequence[Span]) -> list[Span]:
             launched[span.number] = max(launched.get(span.number, span.begin), span.begin)
     found = []
     for span in spans:
+        if span.kind == "flight":
+            found.append(replace(span, begin=min(launched[span.number], span.end)))
+            continue
         if span.kind != "blocked":
             found.append(span)
             continue

@@ -13,6 +13,7 @@ COMMANDS = {
     "compare": "train one task with several methods or periods, and report side by side",
     "train": "one run",
     "report": "one HTML page with every figure, of runs that are there",
+    "timeline": "what every worker did when: the paper's Figures 1 and 2, from a run's trace",
     "plan": "how often to average: what the theory guarantees, what it costs",
     "probe": "the constants that a plan needs, estimated along a short run",
     "verify": "the paper's lemmas and theorems, measured against their bounds",

@@ -116,6 +116,7 @@ def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
         at_once = max(1, (os.cpu_count() or 1) // max(c.processes for c in configs))
     for config in {dataclasses.replace(c, seed=0, method="pr-sgd", period=1, overlap=0): c for c in configs}.values():
         running.check(config)
+    running.warn_about(configs)
     if args.resume is not None:
         for config in configs:
             running.check_checkpoints(config, folder / config.folder_name)

@@ -95,6 +95,7 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
     if running.under_torchrun():
         config = running.as_under_torchrun(config)
     running.check(config)
+    running.warn_about([config])
     if args.resume is not None:
         running.finished_run(folder)
     if running.under_torchrun():

@@ -12,10 +12,17 @@ from prsgd.report.series import Group, differing
 
 _OPTIONS = (
     "task", "model", "method", "workers", "period", "overlap", "epochs", "steps", "batch_size", "lr", "momentum",
-    "weight_decay", "split", "processes",
+    "weight_decay", "split", "processes", "cluster", "seconds", "weights",
 )  # fmt: skip
 _VARIED = ("method", "period", "overlap")
-_USUAL = {"method": "pr-sgd", "overlap": "0", "weight_decay": "0.0", "split": "iid", "processes": "1"}
+_USUAL = {
+    "method": "pr-sgd",
+    "overlap": "0",
+    "weight_decay": "0.0",
+    "split": "iid",
+    "processes": "1",
+    "weights": "uniform",
+}
 """What need not be typed. The rest depends on the task, and is typed to be exact."""
 
 
@@ -24,6 +31,8 @@ _METHODS = {
     "pr-sgd": "Parallel Restarted SGD, also called local SGD: every worker takes as many steps on its own as the "
     "period says, then all restart from the average of their models.",
     "pr-sgd-growing": "PR-SGD with rounds that grow while the lr falls (the paper's Algorithm 2).",
+    "pr-sgd-timed": "PR-SGD whose rounds last a fixed time: each worker takes as many steps as fit (Algorithm 3).",
+    "pr-sgd-measured": "PR-SGD whose workers take steps in proportion to their measured speed (Algorithm 3).",
     "pr-sgd-momentum": "PR-SGD that averages the optimizer's momentum along with the models.",
     "one-shot": "The workers train on their own to the end, and their models are averaged once.",
 }

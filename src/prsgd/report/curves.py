@@ -62,6 +62,10 @@ def charts(groups: Sequence[Group]) -> list[Chart]:
               _floor(accuracy), marks, accuracy),
         Chart("loss-against-bytes", f"Loss of {model} against bytes sent", "MB sent per worker", "training loss",
               True, True, None, (), _curves(groups, _byte_points, above_zero=True)),
+        Chart("loss-against-modelled-seconds", f"Loss of {model} against time", "modelled seconds", "training loss",
+              False, True, None, (), _curves(groups, _modelled_points, above_zero=True)),
+        Chart("loss-against-seconds", f"Loss of {model} against time", "seconds", "training loss",
+              False, True, None, (), _curves(groups, _second_points, above_zero=True)),
         Chart("drift", f"Drift of {what}", "epoch", "drift", False, True, None, marks, _drift_curves(groups)),
     ]  # fmt: skip
     return [chart for chart in found if chart.curves]
@@ -101,6 +105,18 @@ def _loss_points(run: Run) -> Points:
 def _accuracy_points(run: Run) -> Points:
     seen = ((e.step, e.epoch, e.test_accuracy) for e in run.evaluations)
     return {step: (epoch, 100 * accuracy) for step, epoch, accuracy in seen if accuracy is not None}
+
+
+def _modelled_points(run: Run) -> Points:
+    seen = ((e.step, e.modelled_seconds, e.train_loss) for e in run.evaluations)
+    return {step: (seconds, loss) for step, seconds, loss in seen if seconds is not None}
+
+
+def _second_points(run: Run) -> Points:
+    """Where a cluster is played by real processes: elsewhere a machine's own seconds say little of a method."""
+    if run.config.get("cluster") is None or run.config.get("processes", 1) == 1:
+        return {}
+    return {seen.step: (seen.seconds, seen.train_loss) for seen in run.evaluations}
 
 
 def _byte_points(run: Run) -> Points:

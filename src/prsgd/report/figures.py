@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prsgd.report.curves import Chart, Curve, charts
 from prsgd.report.series import Group
+from prsgd.report.timeline import draw as draw_timelines
+from prsgd.report.timeline import draw_shares
+from prsgd.report.times import time_shares, timelines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,14 +53,24 @@ _STYLE: dict[str, Any] = {
 
 def draw(groups: Sequence[Group], folder: Path) -> list[Path]:
     """figures/NAME.png and .svg in ``folder`` for each figure that there are numbers for; returns their paths."""
-    split = first_split(groups)
-    return draw_charts(charts(groups), folder, {} if split is None else {"split": lambda: _bars(split)})
+    made: dict[str, Callable[[], Figure]] = {chart.key: partial(_chart, chart) for chart in charts(groups)}
+    split, drawn, named = first_split(groups), timelines(groups), time_shares(groups)
+    if split is not None:
+        made["split"] = lambda: _bars(split)
+    if drawn:
+        made["timeline"] = lambda: draw_timelines(drawn)
+    if named:
+        made["idle"] = lambda: draw_shares(named)
+    return save(folder, made)
 
 
-def draw_charts(
-    found: Sequence[Chart], folder: Path, others: Mapping[str, Callable[[], Figure]] | None = None
-) -> list[Path]:
-    """The same for charts, and for others that draw themselves.
+def draw_charts(found: Sequence[Chart], folder: Path) -> list[Path]:
+    """The same for charts alone."""
+    return save(folder, {chart.key: partial(_chart, chart) for chart in found})
+
+
+def save(folder: Path, made: Mapping[str, Callable[[], Figure]]) -> list[Path]:
+    """Each figure as figures/NAME.png and .svg in ``folder``.
 
     The same numbers give the same bytes: a figure under version control changes only when they do.
     """
@@ -66,9 +80,8 @@ def draw_charts(
     place.mkdir(parents=True, exist_ok=True)
     paths = []
     with style.context(["default", _STYLE]):  # whatever the user's matplotlibrc says
-        made = [(chart.key, _chart(chart)) for chart in found]
-        made += [(key, make()) for key, make in (others or {}).items()]
-        for key, figure in made:
+        for key, make in made.items():
+            figure = make()
             for kind in ("png", "svg"):
                 paths.append(place / f"{key}.{kind}")
                 figure.savefig(paths[-1], metadata={"Date": None} if kind == "svg" else {"Software": None})

@@ -16,6 +16,7 @@ from prsgd.report.figures import class_colours, draw, first_split, is_light
 from prsgd.report.read import read
 from prsgd.report.series import Group, group, rows
 from prsgd.report.table import row_cells, write_csv
+from prsgd.report.times import time_shares, timelines
 from prsgd.report.verdict import verdict
 
 _CAPTIONS = {
@@ -33,6 +34,16 @@ _CAPTIONS = {
         "Training loss against bytes sent",
         "The same losses, against what each worker had sent by then. Further left is cheaper; both axes are "
         "logarithmic.",
+    ),
+    "loss-against-modelled-seconds": (
+        "Training loss against modelled seconds",
+        "The same losses, against the time that the modelled cluster would have needed: computing, waiting for the "
+        "slowest, and averaging.",
+    ),
+    "loss-against-seconds": (
+        "Training loss against seconds",
+        "The same losses, against the time that the processes took; each slept until its steps had taken what they "
+        "take on the cluster.",
     ),
     "drift": (
         "Drift over time",
@@ -71,6 +82,8 @@ def _render(groups: Sequence[Group], out: Path) -> str:
         sentences=about.what_was_run(groups),
         unfinished=[one for one in groups if one.state],
         charts=[figure_of(chart, out, *_CAPTIONS[chart.key]) for chart in found],
+        timeline=_static("timeline", out) if timelines(groups) else None,
+        idle=_static("idle", out) if time_shares(groups) else None,
         split=None if split is None else _static("split", out),
         split_sentence=about.split_sentence(str(groups[0].runs[0].config.get("split", "iid"))),
         rows=[(row, row_cells(row)) for row in table],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -9,6 +10,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from prsgd.trace import Span
+from prsgd.trace import read as read_trace
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """What a round would have taken on a modelled cluster; one entry per worker."""
+
+    seconds: float
+    computing: tuple[float, ...]
+    waiting: tuple[float, ...]
+    communicating: tuple[float, ...]
+    hidden: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -21,6 +36,7 @@ class Average:
     """Per worker."""
     lr: float
     drift: float | None
+    modelled: Modelled | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,7 @@ class Evaluation:
     train_loss: float
     test_accuracy: float | None
     seconds: float
+    modelled_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,11 @@ class Run:
         return None if steps is None or per_epoch is None else steps / per_epoch
 
     @cached_property
+    def spans(self) -> list[Span]:
+        """What its workers did when, the newest of it; empty without a trace."""
+        return read_trace(self.folder)
+
+    @cached_property
     def bytes_sent(self) -> int:
         """Per worker, so far."""
         return sum(average.bytes_sent for average in self.averages)
@@ -124,9 +146,9 @@ def read(folders: Sequence[Path]) -> list[Run]:
 
 _NEEDED = ("task", "model", "method", "workers", "seed")
 _KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("task", "model", "method", "split"), (str,)),
+    **dict.fromkeys(("task", "model", "method", "split", "cluster", "weights"), (str,)),
     **dict.fromkeys(("workers", "seed", "period", "overlap", "epochs", "steps", "batch_size", "processes"), (int,)),
-    **dict.fromkeys(("lr", "momentum", "weight_decay"), (int, float)),
+    **dict.fromkeys(("lr", "momentum", "weight_decay", "seconds"), (int, float)),
 }
 
 
@@ -200,6 +222,7 @@ def _add(text: bytes, averages: list[Average], evaluations: list[Evaluation]) ->
                 bytes_sent=int(_number(line, "bytes_sent")),
                 lr=_number(line, "lr"),
                 drift=_maybe(line, "drift"),
+                modelled=_modelled(line.get("modelled")),
             )
         )
     elif kind == "evaluation":
@@ -210,10 +233,21 @@ def _add(text: bytes, averages: list[Average], evaluations: list[Evaluation]) ->
                 train_loss=_number(line, "train_loss"),
                 test_accuracy=_maybe(line, "test_accuracy"),
                 seconds=_number(line, "seconds"),
+                modelled_seconds=_maybe(line, "modelled_seconds"),
             )
         )
     else:
         raise ValueError(f"kind must be 'average' or 'evaluation', got {kind!r}")
+
+
+def _modelled(value: Any) -> Modelled | None:
+    if value is None:
+        return None
+    try:
+        seconds, *parts = (value[field.name] for field in dataclasses.fields(Modelled))
+        return Modelled(float(seconds), *(tuple(map(float, part)) for part in parts))
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"modelled must have seconds and one number per worker, got {value!r:.80}") from None
 
 
 def _number(line: dict[str, Any], key: str) -> float:

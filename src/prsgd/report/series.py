@@ -9,7 +9,10 @@ from statistics import fmean, stdev
 
 from prsgd.report.read import Run
 
-_TELLING = ("model", "workers", "epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "split", "processes")
+_TELLING = (
+    "model", "workers", "epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "split", "processes",
+    "cluster", "weights",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
         raise ValueError(f"runs must be of one task to be compared, got {', '.join(tasks)}")
     telling = differing(runs)
     found: dict[tuple[object, ...], list[Run]] = {}
-    for run in sorted(runs, key=_order):
+    for run in sorted(runs, key=order):
         extra = tuple(run.config.get(key) for key in telling)
         found.setdefault((run.label, *extra), []).append(run)
     same_method = len({run.config["method"] for run in runs}) == 1 and all(run.config.get("period") for run in runs)
@@ -108,7 +111,7 @@ def differing(runs: Iterable[Run]) -> list[str]:
     return [key for key in _TELLING if len({run.config.get(key) for run in found}) > 1]
 
 
-def _order(run: Run) -> tuple[int, str, int, int, int]:
+def order(run: Run) -> tuple[int, str, int, int, int]:
     """Those that average most come first."""
     config = run.config
     rank = {"minibatch-sgd": 0, "one-shot": 2}.get(str(config["method"]), 1)

@@ -1,0 +1,44 @@
+"""``prsgd timeline DIR``: what every worker of a run did when."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from prsgd.cli.parser import Parser, refusing
+
+
+def add(parser: Parser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="of a run or a comparison")
+    parser.add_argument("--rounds", type=int, default=3, metavar="R", help="how many are drawn (3)")
+
+
+def run(args: argparse.Namespace) -> int:
+    with refusing("timeline"):
+        from prsgd import trace
+        from prsgd._check import whole_number
+        from prsgd.report import figures, timeline
+        from prsgd.report.read import read
+        from prsgd.report.series import order
+
+        rounds = whole_number("rounds", args.rounds, at_least=1)
+        found = {item.folder: (item.label, trace.read(item.folder)) for item in sorted(read([args.folder]), key=order)}
+        found = {folder: (label, spans) for folder, (label, spans) in found.items() if spans}
+        if not found:
+            raise ValueError(f"{args.folder} has no trace: it is written when a run ends")
+        drawn = [timeline.timeline(label, spans, rounds) for label, spans in found.values()]
+        timelines = [one for one in drawn if one is not None]
+        for folder, (_, spans) in found.items():
+            (folder / "trace.json").write_text(json.dumps(trace.to_chrome(trace.split(spans))))
+        paths = figures.save(args.folder, {"timeline": lambda: timeline.draw(timelines)}) if timelines else []
+    for label, spans in found.values():
+        print(f"\n{label}\n{'worker':>6} {'computing':>11} {'waiting':>11} {'averaging':>11} {'idle':>7}")
+        for share in trace.shares(trace.split(spans)):
+            times = (share.computing, share.waiting, share.communicating)
+            print(f"{share.worker:>6} " + " ".join(f"{t:>9.3f} s" for t in times) + f" {share.idle:>7.1%}")
+    print()
+    for path in paths:
+        print(path)
+    print(f"for Perfetto or chrome://tracing: {next(iter(found)) / 'trace.json'}")
+    return 0
