@@ -237,10 +237,12 @@ def test_bad_options(args: list[str], message: str, tmp_path: Path, capsys: pyte
     assert message in line
 
 
-def test_algorithm_3_wants_identical_distributions(tmp_path: Path) -> None:
+def test_algorithm_3_wants_identical_distributions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["train", "--method", "pr-sgd-timed", "--cluster", "mixed", "--workers", "4", "--epochs", "1"]
-    with pytest.warns(UserWarning, match="Assumption 2, identical distributions, does not hold"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
         assert main([*args, "--split", "dirichlet:0.3", "--out", str(tmp_path / "a")]) == 0
+    assert "Assumption 2, identical distributions, does not hold" in capsys.readouterr().err
     assert main([*args, "--out", str(tmp_path / "b")]) == 0  # a warning would be an error here
 
 
@@ -349,6 +351,19 @@ def test_a_real_measured_run() -> None:
     assert [periods[:2] for periods, _ in found] == [[4, 4]] * 3
     assert found[2][0][2] == 4  # the slowest
     assert found[0][0][2] > found[1][0][2] > 4
+
+
+def test_calibrate_measures_a_real_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "mine.toml"
+    assert main(["calibrate", "--processes", "2", "--steps", "60", "--out", str(place)]) == 0
+    assert "2 processes, a step of the slowest takes" in capsys.readouterr().out
+    found = clusters.load(str(place), 2)
+    assert max(found.speeds) < 20
+    assert 1e5 < found.bytes_per_second < 1e12
+    assert 0 < found.latency_seconds < 1
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--out", "/nowhere/mine.toml"])
+    assert "out must be a file in a folder that is there" in capsys.readouterr().err
 
 
 def test_pauses_do_not_count() -> None:

@@ -35,7 +35,8 @@ def test_using_it_imports_no_plotting() -> None:
 ORDER = [
     "errors", "_check", "_toml", "units", "links", "splits", "data", "datasets", "records", "trace", "clocks",
     "cluster", "schedules", "worker", "comm", "averaging", "state", "buffers", "optimizer_state", "vectorized", "fleet",
-    "entering", "ledger", "flight", "tower", "local_sgd", "launching", "tasks", "methods", "config", "checkpoint",
+    "entering", "ledger", "flight", "tower", "local_sgd", "calibration", "launching", "tasks", "methods", "config",
+    "checkpoint",
     "events", "feed", "experiment", "folders", "jobs", "running", "theory", "report", "cli", "__main__",
 ]  # fmt: skip
 

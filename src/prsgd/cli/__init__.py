@@ -16,6 +16,7 @@ COMMANDS = {
     "timeline": "what every worker did when: the paper's Figures 1 and 2, from a run's trace",
     "plan": "how often to average: what the theory guarantees, what it costs",
     "probe": "the constants that a plan needs, estimated along a short run",
+    "calibrate": "measure a real group of processes, as a cluster to model",
     "verify": "the paper's lemmas and theorems, measured against their bounds",
     "data": "fetch, check and keep data sets",
 }

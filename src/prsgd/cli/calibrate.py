@@ -1,0 +1,94 @@
+"""``prsgd calibrate``: a real group of processes, measured, as a cluster file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prsgd.cli.parser import Parser, fail, refusing
+
+if TYPE_CHECKING:
+    from prsgd.cluster import Cluster
+
+
+def add(parser: Parser) -> None:
+    parser.add_argument("--processes", type=int, default=2, metavar="P", help="started here (2); or run under torchrun")
+    parser.add_argument("--task", default="digits", help="whose steps are timed (digits)")
+    parser.add_argument("--model", help="one of the task's models (its first)")
+    parser.add_argument("--batch-size", type=int, metavar="B", help="of each worker")
+    parser.add_argument("--steps", type=int, default=200, metavar="T", help="to take (200)")
+    parser.add_argument("--out", type=Path, default=Path("cluster.toml"), metavar="FILE", help="(cluster.toml)")
+
+
+def run(args: argparse.Namespace) -> int:
+    with refusing("calibrate"):
+        from prsgd import running
+        from prsgd._check import whole_number
+        from prsgd.cluster import write
+        from prsgd.config import Config
+        from prsgd.errors import LaunchError
+        from prsgd.launching import launch
+
+        whole_number("steps", args.steps, at_least=24)
+        processes = whole_number("processes", args.processes, at_least=1)
+        given = {"task": args.task, "model": args.model, "batch_size": args.batch_size}
+        config = Config(workers=1, period=1, **given).resolve()
+        running.check(config)
+        if not args.out.parent.is_dir():
+            raise ValueError(f"out must be a file in a folder that is there, got {args.out}")
+    from prsgd.running import under_torchrun
+
+    if under_torchrun():
+        found: Cluster = measure(config, args.steps)
+        import os
+
+        if os.environ["RANK"] != "0":
+            return 0
+    else:
+        try:
+            found = launch(measure, processes=processes, args=(config, args.steps))[0]
+        except LaunchError as error:
+            fail("calibrate", running.last_line(error), code=1)
+    with refusing("calibrate"):
+        write(found, args.out)
+    print(text(found))
+    print(f"\n{args.out}: prsgd compare --cluster {args.out} --workers {len(found.speeds)} ...")
+    return 0
+
+
+def measure(config: Any, steps: int) -> Cluster:
+    """In each process of the group."""
+    import torch
+
+    import prsgd
+    from prsgd import feed, tasks
+    from prsgd.calibration import calibrate
+
+    torch.set_num_threads(1)
+    task = tasks.find(config.task)
+    data = tasks.load(config.task)
+    shards = feed.deal(config, data)
+    model = task.models[config.model]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum)
+    batches = ((task.prepare(x[0]), y[0]) for epoch in range(10**9) for x, y in shards.epoch(epoch))
+
+    def step() -> None:
+        x, y = next(batches)
+        optimizer.zero_grad()
+        task.loss_fn(model(x), y).backward()
+        optimizer.step()
+
+    return calibrate(model, optimizer, step, prsgd.init(), steps=steps, name=f"calibrated-{config.task}")
+
+
+def text(cluster: Cluster) -> str:
+    lines = [
+        f"{len(cluster.speeds)} processes, a step of the slowest takes {cluster.step_seconds * 1e3:.3g} ms",
+        f"speeds      {', '.join(f'{speed:.3g}' for speed in cluster.speeds)}",
+        f"jitter      {cluster.jitter:.2g}",
+        f"latency     {cluster.latency_seconds * 1e3:.3g} ms a message",
+        f"bandwidth   {cluster.bytes_per_second / 1e6:,.3g} MB/s",
+        f"copying     {cluster.copy_seconds * 1e3:.3g} ms an average",
+    ]
+    return "\n".join(lines)
