@@ -224,6 +224,18 @@ def test_bad_input(args: list[str], message: str, capsys: pytest.CaptureFixture[
     assert message in line
 
 
+def test_a_cluster_gives_step_time_and_link(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = []
+    for more in (["--cluster", "wan"], ["--step-time", "20ms", "--bandwidth", "100Mbit", "--latency", "50ms"]):
+        assert main(["plan", "--workers", "8", "--steps", "9000", "--parameters", "1M", "--json", *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    (tmp_path / "c.toml").write_text('step_time = "20ms"\nbandwidth = "1Gbit"\nspeeds = [1, 2]\n')
+    with pytest.raises(SystemExit):
+        main(["plan", "--workers", "8", "--steps", "9000", "--cluster", str(tmp_path / "c.toml")])
+    assert "speeds must have one entry per worker: 8 workers, got 2" in capsys.readouterr().err
+
+
 def test_units() -> None:
     assert units.bytes_per_second("b", "1GB/s") == 1e9
     assert units.bytes_per_second("b", "2.5 Gbit/s") == 312.5e6

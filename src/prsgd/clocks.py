@@ -68,6 +68,10 @@ class Timekeeper(Protocol):
         """A context in which time does not count."""
         ...
 
+    def gathered(self, round: int) -> None:
+        """In a pause: until now it was waiting for the others to come to a consensus."""
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -140,13 +144,19 @@ class WallClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        begin, at = time.monotonic(), self(self._first)
+        self._at, at = time.monotonic(), self(self._first)
         try:
             yield
         finally:
             self._paused_seconds += self(self._first) - at
-            self._at = time.monotonic()
-            self.trace.add("pause", self._first, begin, self._at, 0)
+            now = time.monotonic()
+            self.trace.add("pause", self._first, self._at, now, 0)
+            self._at = now
+
+    def gathered(self, round: int) -> None:
+        now = time.monotonic()
+        self.trace.add("wait", self._first, self._at, now, round)
+        self._at = now
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing of it outlives a process: the rounds' elapsed seconds are the workers'."""

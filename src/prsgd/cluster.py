@@ -284,6 +284,9 @@ class ClusterClock:
         """Nothing passes between steps and averages."""
         yield
 
+    def gathered(self, round: int) -> None:
+        """An evaluation is free: workers are looked at where they are."""
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "cluster": dataclasses.asdict(self.cluster),

@@ -269,7 +269,10 @@ class _Run:
         if over:
             sums = self._sums(self._fleet.modules[0])  # it is the consensus
         else:
+            began = time.perf_counter()
             with self._local.consensus() as model:
+                if not self._alone:  # waiting for slower workers is a part of the run
+                    self._seconds += time.perf_counter() - began
                 sums = self._sums(model)
         train_loss, train_size, test_loss, test_size, right, stop, steps = sums.tolist()
         length = self._shards.steps_per_epoch

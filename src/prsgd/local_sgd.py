@@ -237,6 +237,7 @@ class LocalSGD:
     def _consensus(self) -> Iterator[nn.Module]:
         self._check_rows()
         landing = self._tower.consensus()
+        self._clock.gathered(self.round + 1)
         model, rows, buffers = self._models[0], self._hangar.rows, self._hangar.buffers
         own = torch.empty(rows.width, dtype=rows.dtype, device=rows.device)
         rows.pack(0, own)

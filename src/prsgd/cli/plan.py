@@ -38,8 +38,9 @@ def add(parser: Parser) -> None:
     cost.add_argument("--parameters", metavar="P", help=f"of the model, such as 270k or 25M ({PARAMETERS})")
     cost.add_argument("--step-time", metavar="TIME", help=f"of one worker's step, such as 20ms ({STEP_TIME})")
     cost.add_argument("--bandwidth", metavar="RATE", help=f"of a worker's link, as 100Mbit ({BANDWIDTH})")
-    cost.add_argument("--latency", default="0ms", metavar="TIME", help="of a message (0ms)")
-    cost.add_argument("--shape", default="ring", help="of an average: ring, tree or parameter-server (ring)")
+    cost.add_argument("--latency", metavar="TIME", help="of a message (0ms)")
+    cost.add_argument("--shape", help="of an average: ring, tree or parameter-server (ring)")
+    cost.add_argument("--cluster", metavar="NAME", help="step time and link of a preset, or of calibrate's file")
     what = parser.add_argument_group("the problem's constants, if they are known; all four or none")
     what.add_argument("--probe", type=Path, metavar="FILE", help="what `prsgd probe --json` printed")
     what.add_argument("--smoothness", type=float, metavar="L")
@@ -53,34 +54,44 @@ def add(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with refusing("plan"):
+        from prsgd import cluster as clusters
         from prsgd import units
         from prsgd.links import Link
         from prsgd.theory.plan import make_plan
 
         probed = {} if args.probe is None else _read_probe(args.probe)
-        step_time = args.step_time or (f"{probed['step_seconds']}s" if probed else STEP_TIME)
+        cluster = None if args.cluster is None else clusters.load(args.cluster, args.workers)
+        step_seconds = probed.get("step_seconds", units.seconds("step_time", STEP_TIME))
+        if cluster is not None:
+            step_seconds = cluster.slowest_step_seconds
+        if args.step_time is not None:
+            step_seconds = units.seconds("step_time", args.step_time)
+        usual = Link(units.bytes_per_second("bandwidth", BANDWIDTH)) if cluster is None else cluster.link
         parameters = units.count("parameters", args.parameters or str(probed.get("parameters", PARAMETERS)))
         link = Link(
-            units.bytes_per_second("bandwidth", args.bandwidth or BANDWIDTH),
-            units.seconds("latency", args.latency),
-            args.shape,
+            usual.bytes_per_second if args.bandwidth is None else units.bytes_per_second("bandwidth", args.bandwidth),
+            usual.latency_seconds if args.latency is None else units.seconds("latency", args.latency),
+            args.shape or usual.shape,
         )
         plan = make_plan(
             workers=args.workers,
             steps=_steps(args, probed),
             budget_seconds=None if args.budget is None else units.seconds("budget", args.budget),
             model_bytes=4 * parameters,
-            step_seconds=units.seconds("step_time", step_time),
+            step_seconds=step_seconds,
             link=link,
-            average_seconds=None if args.bandwidth else probed.get("average_seconds"),
+            average_seconds=None if args.bandwidth or cluster is not None else probed.get("average_seconds"),
             problem=_problem(args, probed),
         )
         if args.plot is not None:
             from prsgd.report.plan import draw_plan
 
             draw_plan(plan, args.plot)
-    known = [("parameters", PARAMETERS, args.parameters or probed), ("step time", STEP_TIME, args.step_time or probed)]
-    known.append(("bandwidth", BANDWIDTH, args.bandwidth or probed.get("average_seconds")))
+    known = [
+        ("parameters", PARAMETERS, args.parameters or probed),
+        ("step time", STEP_TIME, args.step_time or probed or cluster),
+        ("bandwidth", BANDWIDTH, args.bandwidth or cluster or probed.get("average_seconds")),
+    ]
     assumed = {name: value for name, value, given in known if not given}
     if args.json:
         print(json.dumps({**_for_programs(plan), "assumed": assumed}))

@@ -17,6 +17,8 @@ ROUNDS = 3
 MOST_WORKERS = 16
 """With a row of their own; of more, some evenly spaced."""
 MOST_SPANS = 3000
+_POINTS = 430
+"""Typographic ones, across the axes."""
 COLOURS = {"step": "#0072b2", "average": "#d55e00", "wait": "#e6e6e6", "flight": "#e69f00", "pause": "#ffffff"}
 WORDS = {"step": "steps", "wait": "waiting for the others", "average": "averaging", "flight": "average on its way"}
 
@@ -84,8 +86,13 @@ def draw(timelines: Sequence[Timeline]) -> Figure:
 def _rows(axes: Axes, one: Timeline) -> None:
     for row, worker in enumerate(one.workers):
         for kind in ("wait", "step", "average"):
-            bars = [(s.begin, s.end - s.begin) for s in one.spans if s.worker == worker and s.kind == kind]
-            edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.5} if kind == "step" else {"linewidth": 0}
+            bars = sorted(
+                ((s.begin, s.end - s.begin) for s in one.spans if s.worker == worker and s.kind == kind),
+                key=lambda bar: bar[1],
+                reverse=True,
+            )
+            gap = min(0.5, 0.12 * _POINTS * (bars[len(bars) // 2][1] if bars else 1.0) / (one.end - one.begin))
+            edge: dict[str, Any] = {"edgecolor": "white", "linewidth": gap} if kind == "step" else {"linewidth": 0}
             axes.broken_barh(bars, (row - 0.4, 0.7), facecolors=COLOURS[kind], **edge)
         flights = [(s.begin, s.end - s.begin) for s in one.spans if s.worker == worker and s.kind == "flight"]
         axes.broken_barh(flights, (row + 0.32, 0.13), facecolors=COLOURS["flight"], linewidth=0)
