@@ -33,7 +33,7 @@ def test_using_it_imports_no_plotting() -> None:
 
 # Data flow one way (DESIGN §4): a module may import from its own layer's left only.
 ORDER = [
-    "errors", "_check", "_toml", "units", "links", "splits", "data", "datasets", "records", "trace", "clocks",
+    "errors", "_check", "_toml", "units", "links", "recipe", "splits", "data", "datasets", "records", "trace", "clocks",
     "cluster", "schedules", "worker", "comm", "averaging", "state", "buffers", "optimizer_state", "vectorized", "fleet",
     "entering", "ledger", "flight", "tower", "local_sgd", "calibration", "launching", "tasks", "methods", "config",
     "checkpoint",

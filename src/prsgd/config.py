@@ -11,9 +11,7 @@ from typing import Any
 from prsgd import cluster as clusters
 from prsgd import methods, splits, tasks
 from prsgd._check import nearest, one_of, positive, whole_number
-
-LR_DROPS = (1 / 2, 11 / 12)
-"""Fractions of a run at which the lr is divided by 10: epochs 150 and 275 of 300 in the paper."""
+from prsgd.recipe import LR_DROPS
 
 LARGEST = 1e30
 """Of what is multiplied with float32 numbers."""

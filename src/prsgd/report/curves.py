@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from prsgd.recipe import LR_DROPS
 from prsgd.report.read import Average, Run
 from prsgd.report.series import Group
 
 MOST_POINTS = 200
 """Of a curve of averages: more is a smear."""
-LR_DROPS = (1 / 2, 11 / 12)
-"""Fractions of a run at which the recipe divides the lr by 10."""
 
 
 @dataclass(frozen=True)
