@@ -33,11 +33,10 @@ def test_using_it_imports_no_plotting() -> None:
 
 # Data flow one way (DESIGN §4): a module may import from its own layer's left only.
 ORDER = [
-    "errors", "_check", "_toml", "units", "links", "recipe", "splits", "data", "datasets", "records", "trace", "clocks",
+    "errors", "_check", "_toml", "units", "links", "recipe", "splits", "data", "datasets", "trace", "records", "clocks",
     "cluster", "schedules", "worker", "comm", "averaging", "state", "buffers", "optimizer_state", "vectorized", "fleet",
     "entering", "ledger", "flight", "tower", "local_sgd", "calibration", "launching", "tasks", "methods", "config",
-    "checkpoint",
-    "events", "feed", "experiment", "folders", "jobs", "running", "theory", "report", "cli", "__main__",
+    "checkpoint", "events", "feed", "experiment", "folders", "jobs", "running", "theory", "report", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-from prsgd.records import Modelled
-from prsgd.trace import Trace
+from prsgd.trace import Modelled, Trace
 
 
 @runtime_checkable

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from prsgd import _toml, units
 from prsgd._check import nearest, positive
 from prsgd.links import LINK_SHAPES, Link
-from prsgd.records import Modelled
-from prsgd.trace import Trace
+from prsgd.trace import Modelled, Trace
 
 TICK = 2.0**-30
 """Seconds: times are whole numbers of it, so that their sums and differences are exact."""

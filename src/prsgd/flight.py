@@ -19,8 +19,9 @@ from prsgd.averaging.base import Header, Landing, Sums
 from prsgd.buffers import Buffers
 from prsgd.comm.base import Communicator, Done, Work
 from prsgd.optimizer_state import OptimizerState
-from prsgd.records import Modelled, Record
+from prsgd.records import Record
 from prsgd.state import Rows, subtract_from
+from prsgd.trace import Modelled
 from prsgd.worker import Worker
 
 

@@ -10,20 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Modelled:
-    """What a round would have taken on a modelled cluster, in seconds; one entry per worker."""
-
-    seconds: float
-    """Since the start, when the last worker went on."""
-    computing: tuple[float, ...]
-    waiting: tuple[float, ...]
-    """For the others to close their rounds."""
-    communicating: tuple[float, ...]
-    """Waiting for the transfer, and copying."""
-    hidden: tuple[float, ...]
-    """Of the transfer, while it computed."""
+from prsgd.trace import Modelled
 
 
 @dataclass(frozen=True)
@@ -76,8 +63,7 @@ class Record:
         if found.get("step_seconds") is not None:
             found["step_seconds"] = tuple(found["step_seconds"])
         if found.get("modelled") is not None:
-            seconds, *parts = found["modelled"].values()
-            found["modelled"] = Modelled(seconds, *map(tuple, parts))
+            found["modelled"] = Modelled.from_dict(found["modelled"])
         return cls(**found)
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,27 @@ class Span:
     end: float
     number: int
     """The step, or the round."""
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """What a round would have taken on a modelled cluster, in seconds; one entry per worker."""
+
+    seconds: float
+    """Since the start, when the last worker went on."""
+    computing: tuple[float, ...]
+    waiting: tuple[float, ...]
+    """For the others to close their rounds."""
+    communicating: tuple[float, ...]
+    """Waiting for the transfer, and copying."""
+    hidden: tuple[float, ...]
+    """Of the transfer, while it computed."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Modelled:
+        """Back from ``dataclasses.asdict``, or from JSON."""
+        seconds, *parts = (values[field.name] for field in fields(cls))
+        return cls(float(seconds), *(tuple(map(float, part)) for part in parts))
 
 
 class Trace:

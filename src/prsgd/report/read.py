@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -11,19 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prsgd.trace import Span
+from prsgd.trace import Modelled, Span
 from prsgd.trace import read as read_trace
-
-
-@dataclass(frozen=True)
-class Modelled:
-    """What a round would have taken on a modelled cluster; one entry per worker."""
-
-    seconds: float
-    computing: tuple[float, ...]
-    waiting: tuple[float, ...]
-    communicating: tuple[float, ...]
-    hidden: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -244,8 +232,7 @@ def _modelled(value: Any) -> Modelled | None:
     if value is None:
         return None
     try:
-        seconds, *parts = (value[field.name] for field in dataclasses.fields(Modelled))
-        return Modelled(float(seconds), *(tuple(map(float, part)) for part in parts))
+        return Modelled.from_dict(value)
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"modelled must have seconds and one number per worker, got {value!r:.80}") from None
 
