@@ -225,6 +225,8 @@ def test_a_file_and_back(tmp_path: Path) -> None:
         (["--method", "pr-sgd-timed", "--seconds", "-1"], "seconds must be a finite number > 0, got -1"),
         (["--seconds", "1"], "method pr-sgd has no rounds by the clock, got seconds 1.0"),
         (["--cluster", "mixed", "--processes", "2"], "processes must be 1, or one per worker (8), with a clus"),
+        (["--method", "pr-sgd-measured", "--period", "4", "--overlap", "4", "--processes", "2"],
+         "overlap must be below the period 4 with method pr-sgd-measured in several processes, got 4"),
         (["--weights", "fair"], "weights must be one of 'uniform', 'steps', got 'fair'"),
         (["--method", "pr-sgd-measured", "--period", "4", "--overlap", "5"], "overlap must be at most slowest 4"),
     ],
@@ -274,6 +276,23 @@ def test_a_run_on_a_cluster_resumes_to_the_last_bit(config: Config, tmp_path: Pa
     lines = [(tmp_path / name / "records.jsonl").read_text().splitlines() for name in ("whole", "broken")]
     seconds = [[r["modelled"] for r in map(json.loads, one) if r["kind"] == "average"] for one in lines]
     assert seconds[0] == seconds[1]
+
+
+@pytest.mark.parametrize(("method", "overlap"), [("pr-sgd-timed", 0), ("pr-sgd-measured", 1)])
+def test_a_cluster_played_by_processes(method: str, overlap: int, tmp_path: Path) -> None:
+    """Two processes of speeds 4 and 1 that take different numbers of steps end in the same round."""
+    place = tmp_path / "two.toml"
+    place.write_text('step_time = "8ms"\nspeeds = [4, 1]\nbandwidth = "1Gbit"\n')
+    given = ["--workers", "2", "--processes", "2", "--cluster", str(place), "--period", "6", "--epochs", "2"]
+    args = ["train", "--method", method, "--overlap", str(overlap), *given, "--out", str(tmp_path / "run")]
+    assert main(args) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
+    epochs = [line["epoch"] for line in lines if line["kind"] == "evaluation"]
+    assert len(epochs) == 3
+    assert all(epoch >= number for number, epoch in enumerate(epochs))
+    periods = [line["period"] for line in lines if line["kind"] == "average"]
+    assert max(periods) > 10  # rank 0 is the fast one
+    assert {path.name for path in (tmp_path / "run").glob("trace-*.json")} == {"trace-0.json", "trace-1.json"}
 
 
 def test_samples_count_and_not_ticks(tmp_path: Path) -> None:

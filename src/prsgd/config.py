@@ -106,6 +106,11 @@ class Config:
             )
         if self.seconds is not None:
             positive("seconds", self.seconds)
+        if methods.find(self.method).uneven and self.processes > 1 and self.overlap >= (self.period or 1):
+            raise ValueError(  # an evaluation must find its place between two averages, the same in all processes
+                f"overlap must be below the period {self.period} with method {self.method} in several processes, "
+                f"got {self.overlap}"
+            )
         if self.processes > self.workers:
             raise ValueError(f"processes must be at most the number of workers {self.workers}, got {self.processes}")
         self.parts().schedule.check(self.workers, self.overlap)

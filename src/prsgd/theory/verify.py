@@ -253,13 +253,18 @@ def horizon(workers: int, period: int, seeds: int, draw: int = 0) -> float:
 
 def _crossing(quality: Callable[[int], float], begin: int, epsilon: float) -> float:
     """Where quality(T) is epsilon, if it falls about like 1 / sqrt(T)."""
-    steps, ratio = begin, 1.0
+    steps, tried = begin, dict[int, float]()
     for _ in range(12):
-        ratio = quality(steps) / epsilon
+        tried[steps] = quality(steps) / epsilon
+        nearest, ratio = min(tried.items(), key=lambda one: abs(one[1] - 1))
         if abs(ratio - 1) < 0.01:
-            return steps * ratio**2
-        steps = max(16, round(steps * ratio**2))
-    raise ArithmeticError(f"no horizon T has the quality {epsilon}: at T = {steps} it is off by {ratio - 1:.1%}")
+            break
+        steps = max(16, round(steps * tried[steps] ** 2))
+        if steps in tried:  # it goes in circles, within its noise
+            steps = round(math.sqrt(steps * nearest))
+    if abs(ratio - 1) > 0.05:
+        raise ArithmeticError(f"no horizon T has the quality {epsilon}: at T = {nearest} it is off by {ratio - 1:.1%}")
+    return nearest * ratio**2
 
 
 @cache
