@@ -26,6 +26,6 @@ def read(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
     for key, value in content.items():
         name = key.replace("-", "_")
         if name not in allowed:
-            raise ValueError(f"{path}: unknown key {key!r}{nearest(name, allowed)}")
+            raise ValueError(f"{path}: unknown key {key!r}{nearest(name, allowed)} (its value: {value!r})")
         found[name] = value
     return found

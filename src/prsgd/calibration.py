@@ -48,10 +48,10 @@ def calibrate(
     times = [span.end - span.begin for span in spans]
     copying = median(record.copy_seconds for record in local.records)
     width = _width(local.records[0].bytes_sent, comm.num_workers)
-    latency, bandwidth = _link(comm, width, averages)
+    latency, bandwidth = _link(comm, width, averages, next(model.parameters()).device)
     logs = [math.log(seconds) for seconds in times]
     mine = torch.tensor([[median(times), stdev(logs), copying, latency, bandwidth]], dtype=torch.float64)
-    everyone = comm.all_gather(mine).wait()
+    everyone = comm.all_gather(mine.to(next(model.parameters()).device)).wait().cpu()
     usual = everyone[:, 0].tolist()
     return Cluster(
         name=name,
@@ -69,12 +69,12 @@ def _width(bytes_sent: int, workers: int) -> int:
     return max(1, round(bytes_sent * workers / (2 * (workers - 1)) / 4)) if workers > 1 else 1
 
 
-def _link(comm: Communicator, width: int, averages: int) -> tuple[float, float]:
+def _link(comm: Communicator, width: int, averages: int, device: torch.device) -> tuple[float, float]:
     """Of a ring: 2 (N - 1) messages, each of 1/N of the bytes."""
     n = comm.num_workers
     if n == 1:
         return 0.0, 1e12
-    small, large = (_quiet([_sum_seconds(comm, size) for _ in range(averages)]) for size in (SMALL, width))
+    small, large = (_quiet([_sum_seconds(comm, size, device) for _ in range(averages)]) for size in (SMALL, width))
     seconds = max(large - small, 0.05 * large)  # where a model is no larger than a message, nobody can tell
     return min(small, large) / (2 * (n - 1)), 2 * (n - 1) / n * 4 * width / seconds
 
@@ -84,9 +84,9 @@ def _quiet(times: list[float]) -> float:
     return sorted(times)[len(times) // 4]
 
 
-def _sum_seconds(comm: Communicator, width: int) -> float:
-    flat = torch.zeros(width)
-    comm.all_reduce(torch.zeros(1)).wait()  # all begin together
+def _sum_seconds(comm: Communicator, width: int, device: torch.device) -> float:
+    flat = torch.zeros(width, device=device)
+    comm.all_reduce(torch.zeros(1, device=device)).wait()  # all begin together
     began = time.perf_counter()
-    comm.all_reduce(flat).wait()
+    float(comm.all_reduce(flat).wait()[0])  # on a GPU, until it is there
     return time.perf_counter() - began

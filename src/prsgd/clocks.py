@@ -47,7 +47,7 @@ class Timekeeper(Protocol):
         """The average of all hosted workers; those that are done brought theirs only now."""
         ...
 
-    def arrived(self, *, round: int, bytes_sent: int, flight_seconds: float) -> None:
+    def arrived(self, *, round: int, bytes_sent: int, server_bytes_sent: int, flight_seconds: float) -> None:
         """Somebody waited for it, and it is there."""
         ...
 
@@ -87,7 +87,8 @@ class WallClock:
         self._computed: float | None = None
         self._launched = 0.0
         self._paused_seconds = 0.0
-        self._stepping_seconds, self._steps, self._step, self._warm = 0.0, 0, 0, False
+        self._stepping_seconds, self._steps, self._step = 0.0, 0, 0
+        self._warm = ""
 
     def __call__(self, worker: int) -> float:
         return (time.monotonic() if self._clock is None else self._clock(worker)) - self._paused_seconds
@@ -106,6 +107,8 @@ class WallClock:
         self.trace.add("step", self._first, self._at, now, step)
         self._stepping_seconds += now - self._at
         self._steps += 1
+        if self._warm == "next":
+            self._warm, self._stepping_seconds, self._steps = "yes", 0.0, 0
         self._step = step
         self._at, self._computed = now, None
 
@@ -115,7 +118,7 @@ class WallClock:
     def launched(self, done: Sequence[int]) -> None:
         self._launched = time.monotonic()
 
-    def arrived(self, *, round: int, bytes_sent: int, flight_seconds: float) -> None:
+    def arrived(self, *, round: int, bytes_sent: int, server_bytes_sent: int, flight_seconds: float) -> None:
         if self._computed is not None:  # inside a step: its gradient came before
             self.trace.add("step", self._first, self._at, self._computed, self._step + 1)
             self._stepping_seconds += self._computed - self._at
@@ -134,8 +137,7 @@ class WallClock:
         self._at = now
 
     def completed(self) -> Modelled | None:
-        if not self._warm:
-            self._warm, self._stepping_seconds, self._steps = True, 0.0, 0
+        self._warm = self._warm or "next"  # after the step that is under way
         return None
 
     def step_seconds(self, place: int) -> float:
@@ -162,4 +164,5 @@ class WallClock:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing."""
+        if state:
+            raise ValueError("the state is of a run with a cluster's clock: give it one")

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prsgd import _toml, units
-from prsgd._check import nearest, positive
+from prsgd._check import nearest, positive, whole_number
 from prsgd.links import LINK_SHAPES, Link
 from prsgd.trace import Modelled, Trace
 
@@ -62,12 +62,12 @@ class Cluster:
     def slowest_step_seconds(self) -> float:
         return self.step_seconds / min(self.speeds)
 
-    def average_seconds(self, bytes_sent: int) -> float:
-        """Of an average for which each worker puts so many bytes on the wire."""
+    def average_seconds(self, bytes_sent: int, server_bytes_sent: int = 0) -> float:
+        """Of an average for which each worker puts so many bytes on the wire, by whatever shape they were counted."""
         n = len(self.speeds)
         if n == 1:
             return 0.0
-        whole = bytes_sent * n / (2 * (n - 1)) if self.shape != "parameter-server" else bytes_sent
+        whole = bytes_sent if server_bytes_sent else bytes_sent * n / (2 * (n - 1))
         return self.link.average_seconds(whole, workers=n)
 
 
@@ -95,6 +95,7 @@ def load(what: str, workers: int) -> Cluster:
     ValueError: cluster must be a file or one of lan-1g, lan-10g, wan, datacenter, paper, mixed, stragglers, got \
 'mixd': did you mean 'mixed'?
     """
+    whole_number("workers", workers, at_least=1)
     if what in PRESETS:
         content = dict(PRESETS[what])
         pattern = content.get("speeds", [1])
@@ -105,6 +106,15 @@ def load(what: str, workers: int) -> Cluster:
         raise ValueError(f"cluster must be a file or one of {', '.join(PRESETS)}, got {what!r}{nearest(what, PRESETS)}")
     content = _toml.read(path, KEYS)
     return _made(str(path), {"name": path.stem, **content}, workers)
+
+
+def placed(what: str) -> str:
+    """A preset's name as it is, a file by its whole path: a run may be continued from another folder.
+
+    >>> placed("mixed"), placed("/a/b/../c.toml")
+    ('mixed', '/a/c.toml')
+    """
+    return what if what in PRESETS or not Path(what).suffix else str(Path(what).resolve())
 
 
 def write(cluster: Cluster, path: Path) -> None:
@@ -125,7 +135,7 @@ def write(cluster: Cluster, path: Path) -> None:
 def _made(source: str, content: Mapping[str, Any], workers: int) -> Cluster:
     try:
         return Cluster(
-            name=_text("name", content["name"]),
+            name=str(content["name"]),
             step_seconds=positive("step_time", _seconds("step_time", _of(content, "step_time"))),
             speeds=_speeds(content.get("speeds", [1] * workers), workers),
             bytes_per_second=_bandwidth(_of(content, "bandwidth"), workers),
@@ -206,6 +216,8 @@ class ClusterClock:
     """
 
     def __init__(self, cluster: Cluster, *, seed: int = 0) -> None:
+        if not isinstance(cluster, Cluster):
+            raise ValueError(f"cluster must be a Cluster, such as load('mixed', workers=4), got {cluster!r}")
         self.cluster, self.trace = cluster, Trace()
         n = len(cluster.speeds)
         self._seed = seed
@@ -241,7 +253,7 @@ class ClusterClock:
         self._steps[chosen] += 1
         self._total[chosen] += seconds
         self._computing[chosen] += seconds
-        self.trace.add("step", chosen, before, self._now[chosen], int(self._steps[chosen].max()))
+        self.trace.add("step", chosen, before, self._now[chosen], self._steps[chosen])
 
     def stepped(self, step: int) -> None:
         """The update takes no time of its own."""
@@ -253,8 +265,8 @@ class ClusterClock:
         self._closed[done] = self._now[done]
         self._start = float(self._closed.max())
 
-    def arrived(self, *, round: int, bytes_sent: int, flight_seconds: float) -> None:
-        self._arrival = self._start + _ticks(self.cluster.average_seconds(bytes_sent))
+    def arrived(self, *, round: int, bytes_sent: int, server_bytes_sent: int, flight_seconds: float) -> None:
+        self._arrival = self._start + _ticks(self.cluster.average_seconds(bytes_sent, server_bytes_sent))
         n = len(self._now)
         self.trace.add("flight", range(n), self._closed.copy(), np.full(n, self._arrival), round)
 
@@ -289,15 +301,20 @@ class ClusterClock:
     def state_dict(self) -> dict[str, Any]:
         return {
             "cluster": dataclasses.asdict(self.cluster),
+            "seed": self._seed,
             "vectors": {name: getattr(self, f"_{name}").tolist() for name in _VECTORS},
             "steps": self._steps.tolist(),
             "times": [self._start, self._arrival],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "cluster" not in state:
+            raise ValueError("the state is of a run without a cluster's clock")
         saved = dict(state["cluster"])
         if {**saved, "speeds": tuple(saved["speeds"])} != dataclasses.asdict(self.cluster):
             raise ValueError(f"the state is of another cluster than {self.cluster.name}")
+        if state["seed"] != self._seed:
+            raise ValueError(f"the state is of a clock with seed {state['seed']}, got {self._seed}")
         for name in _VECTORS:
             setattr(self, f"_{name}", np.asarray(state["vectors"][name], dtype=np.float64))
         self._steps = np.asarray(state["steps"], dtype=np.int64)

@@ -64,8 +64,9 @@ class Config:
             raise ValueError(f"method {self.method} has no rounds by the clock, got seconds {self.seconds}")
         found = dataclasses.replace(
             self,
+            cluster=None if self.cluster is None else clusters.placed(self.cluster),
             model=model,
-            period=(8 if self.period is None else self.period) if method.has_period else None,
+            period=self._period(method),
             epochs=None if self.steps is not None else _or(self.epochs, usual["epochs"]),
             batch_size=_or(self.batch_size, usual["batch_size"]),
             lr=_or(self.lr, usual["lr"]),
@@ -78,13 +79,27 @@ class Config:
         """The cluster; None: the machine itself."""
         return None if self.cluster is None else clusters.load(self.cluster, self.workers)
 
+    def _period(self, method: methods.Method) -> int | None:
+        if not method.has_period or (method.by_clock and self.seconds is not None):
+            return self.period
+        return 8 if self.period is None else self.period
+
     def _seconds(self) -> float:
+        """As given, or from the period."""
         cluster = self.modelled()
-        if self.seconds is not None:
+        if cluster is None and self.seconds is None:
+            raise ValueError(f"method {self.method} needs to know how long a round lasts: --seconds, or a --cluster")
+        if self.period is None:
             return positive("seconds", self.seconds)
         if cluster is None:
-            raise ValueError(f"method {self.method} needs to know how long a round lasts: --seconds, or a --cluster")
-        return float(f"{(self.period or 1) * cluster.slowest_step_seconds:.6g}")
+            raise ValueError("seconds and period are two ways to say how long a round lasts: give one of them")
+        seconds = float(f"{self.period * cluster.slowest_step_seconds:.6g}")
+        if self.seconds not in (None, seconds):
+            raise ValueError(
+                f"seconds and period are two ways to say how long a round lasts: period {self.period} on this cluster "
+                f"is {seconds:g}, got {self.seconds:g}"
+            )
+        return seconds
 
     def _check(self) -> None:
         for name in ("workers", "period", "epochs", "steps", "batch_size", "processes"):
@@ -106,16 +121,25 @@ class Config:
             )
         if self.seconds is not None:
             positive("seconds", self.seconds)
-        if methods.find(self.method).uneven and self.processes > 1 and self.overlap >= (self.period or 1):
-            raise ValueError(  # an evaluation must find its place between two averages, the same in all processes
-                f"overlap must be below the period {self.period} with method {self.method} in several processes, "
-                f"got {self.overlap}"
-            )
+        self._check_uneven()
         if self.processes > self.workers:
             raise ValueError(f"processes must be at most the number of workers {self.workers}, got {self.processes}")
         self.parts().schedule.check(self.workers, self.overlap)
         if self.parts().optimizer_state == "average" and self.overlap > 1:
             raise ValueError(f"overlap must be 0 or 1 with method {self.method}, got {self.overlap}")
+
+    def _check_uneven(self) -> None:
+        """In several processes an evaluation must find its place between two averages, the same in all of them."""
+        method = methods.find(self.method)
+        if self.processes == 1 or not method.uneven or not self.overlap:
+            return
+        if method.by_clock:
+            raise ValueError(f"overlap must be 0 with method {self.method} in several processes, got {self.overlap}")
+        if self.period is not None and self.overlap >= self.period:
+            raise ValueError(
+                f"overlap must be below the period {self.period} with method {self.method} in several processes, "
+                f"got {self.overlap}"
+            )
 
     def parts(self) -> methods.Parts:
         assert self.lr is not None
@@ -126,6 +150,8 @@ class Config:
     def label(self) -> str:
         """What tells this run from others: the method, and its period if it has one."""
         name = self.method if self.period is None else f"{self.method} period {self.period}"
+        if self.period is None and self.seconds is not None:
+            name = f"{self.method} {self.seconds:g} s"
         return name if not self.overlap else f"{name} overlap {self.overlap}"
 
     @property

@@ -25,9 +25,11 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 import prsgd
+from prsgd import cluster as clusters
 from prsgd import events, methods, tasks
 from prsgd.checkpoint import Checkpoints, fingerprint, newest_common, write
 from prsgd.cluster import ClusterClock, Pace
+from prsgd.comm.in_process import InProcess
 from prsgd.config import Config, lr_at
 from prsgd.errors import CheckpointError, DivergedError
 from prsgd.feed import Feed, class_counts, deal, num_steps
@@ -51,6 +53,7 @@ class Evaluation:
 
     epoch: float
     step: int
+    """Of each worker; where workers differ, the step at which this epoch would end if they did not."""
     train_loss: float
     """Of up to 5,000 training samples as they are, without augmentation."""
     test_loss: float
@@ -154,13 +157,16 @@ class _Run:
         self._data = _to(tasks.load(config.task), device)
         torch.manual_seed(config.seed)
         assert config.model is not None
-        self._fleet = Fleet(self._task.models[config.model]().to(device), config.workers, seed=config.seed)
+        cluster = config.modelled()
+        through_server = cluster is not None and cluster.shape == "parameter-server" and config.processes == 1
+        comm = InProcess(config.workers, shape="parameter-server") if through_server else None
+        model = self._task.models[config.model]().to(device)
+        self._fleet = Fleet(model, config.workers, seed=config.seed, comm=comm)
         self._rank = _rank()
         self._shards = deal(config, self._data, self._fleet.workers)
         self._num_steps = num_steps(config, self._shards)
         self._feed = Feed(config, self._task, self._data, self._shards, self._fleet.workers)
         self._uneven = methods.find(config.method).uneven
-        cluster = config.modelled()
         self._model_clock = ClusterClock(cluster, seed=config.seed) if cluster and config.processes == 1 else None
         self._pace = Pace(cluster, self._fleet.workers.start, config.seed) if cluster and config.processes > 1 else None
         assert config.momentum is not None
@@ -252,10 +258,22 @@ class _Run:
             began = time.perf_counter()
 
     def _taken(self) -> float:
-        """Steps of each worker; where workers differ, their mean, from the records: all processes know the same."""
-        return self._totals["samples"] / self._samples_per_step if self._uneven else self._step
+        """Steps of each worker; where workers differ, their mean.
+
+        In several processes from the records, so that all know the same in the same round: the round whose record is
+        not complete is taken to have had as many samples as the one before.
+        """
+        if not self._uneven:
+            return self._step
+        if self._alone:
+            return sum(self._local.steps) / self._config.workers
+        last = self._local.records[-1] if self._local.records else None
+        unknown = 0 if last is None else (self._local.round - last.round) * last.samples
+        return (self._totals["samples"] + unknown) / self._samples_per_step
 
     def _is_over(self) -> bool:
+        if self._uneven and self._local.step >= self._num_steps * self._config.workers:
+            return True  # a worker that has trained on everybody's share, before the first record told
         return self._taken() >= self._num_steps
 
     # Looking at it
@@ -377,7 +395,9 @@ class _Run:
             "optimizer": self._optimizer.state_dict(),
             "local": self._local.state_dict(),
         }
-        self._checkpoints.save(self._step, state)
+        # In several processes whose steps differ, by what they have in common.
+        common = self._uneven and not self._alone
+        self._checkpoints.save(self._epochs_seen * self._shards.steps_per_epoch if common else self._step, state)
 
     def _resume(self) -> dict[str, Any] | None:
         step = self._common_step()
@@ -446,6 +466,9 @@ def prepare(config: Config, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / "split.json", json.dumps({"counts": class_counts(config)}).encode())
     write(folder / "environment.json", json.dumps(environment(), indent=2).encode())
+    cluster = config.modelled()
+    if cluster is not None:
+        clusters.write(cluster, folder / "cluster.toml")
     write(folder / "config.json", config.to_json().encode())
 
 

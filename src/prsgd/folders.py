@@ -16,7 +16,7 @@ from prsgd.errors import CheckpointError
 OURS = (
     ".lock", "config.json", "environment.json", "model.safetensors", "records.jsonl", "split.json", "summary.json",
     "checkpoints", "error.txt", "stop", "compare.json", "report.html", "figures", "curves.csv", "table.csv",
-    "tensorboard", "trace.json",
+    "tensorboard", "trace.json", "cluster.toml",
 )  # fmt: skip
 """What we put into a folder: --overwrite removes these and nothing else."""
 

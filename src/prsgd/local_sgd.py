@@ -288,7 +288,7 @@ class LocalSGD:
             raise ValueError(f"state must be of workers {list(self._comm.workers)}, got {ids}")
         self._ledger.load_state_dict(state["ledger"])
         self._averaging.load_state_dict(state["averaging"])
-        self._clock.load_state_dict(state["clock"])
+        self._clock.load_state_dict(state.get("clock", {}))
         self._hangar.load_state_dict(state["memory"])
         self._workers[:] = [Worker.from_state(w, self._clock) for w in state["workers"]]
         if state["flight"] is not None:
@@ -352,6 +352,8 @@ class LocalSGD:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """After a step's update: count it, close and launch (Alg. 2 and 3: the end of the inner loop)."""
         if _skipped(optimizer):
+            for i in self._owners[optimizer]:
+                self._workers[i].in_step &= optimizer is not self._closers[i]
             return
         stepped = False
         for i in self._owners[optimizer]:
@@ -460,10 +462,13 @@ class LocalSGD:
         """Alg. 1 line 6, Alg. 2 and 3 line 4: these workers, and those that are done, restart from the average."""
         flight = self._flight
         assert flight is not None
+        began = {i: self._clock(self._workers[i].id) for i in places}
         landing = self._tower.arrive(flight)
         for i in sorted(flight.to_land):
             if i in places or self._workers[i].done:
                 self._touch_down(i, flight, in_step=in_step and not self._workers[i].done)
+        for i, seconds in began.items():  # waiting for the last average is no part of the round that is open by now
+            self._workers[i].opened_seconds += self._clock(self._workers[i].id) - seconds
         if not flight.to_land:
             self._complete(flight, landing)
 
@@ -484,7 +489,8 @@ class LocalSGD:
         if w.done and w.round is None:
             w.end_round()
         flight.copy_seconds += time.perf_counter() - began
-        self._clock.landed(i, self.round + 1)
+        if landing.target is not None:
+            self._clock.landed(i, self.round + 1)
 
     def _complete(self, flight: Flight, landing: Landing) -> None:
         """It has landed on all hosted workers."""

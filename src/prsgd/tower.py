@@ -69,11 +69,13 @@ class Tower:
             flight.wait_seconds += time.perf_counter() - began - flight.landing.copy_seconds
             flight.copy_seconds += flight.landing.copy_seconds
             flight.flight_seconds = flight.work.flight_seconds()
-            self._clock.arrived(
-                round=self._ledger.round + 1,
-                bytes_sent=flight.landing.bytes_sent,
-                flight_seconds=flight.flight_seconds,
-            )
+            if flight.landing.header.sums.workers:  # a last handshake, in which nobody had anything new, is no average
+                self._clock.arrived(
+                    round=self._ledger.round + 1,
+                    bytes_sent=flight.landing.bytes_sent,
+                    server_bytes_sent=flight.landing.server_bytes_sent,
+                    flight_seconds=flight.flight_seconds,
+                )
         return flight.landing
 
     def arrive(self, flight: Flight) -> Landing:

@@ -11,13 +11,15 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-ENTRIES = 20_000
+SPANS = 40_000
 """Kept of a run: the newest."""
 KINDS = ("step", "blocked", "wait", "average", "flight", "pause")
 
@@ -61,16 +63,25 @@ class Trace:
 
     >>> trace = Trace()
     >>> trace.add("step", 0, 0.0, 1.0, 1)
-    >>> trace.add("step", (0, 1), (1.0, 0.0), (2.0, 3.0), 2)
+    >>> trace.add("step", (0, 1), (1.0, 0.0), (2.0, 3.0), (2, 1))
     >>> [(span.worker, span.begin, span.end) for span in trace.spans()]
     [(0, 0.0, 1.0), (1, 0.0, 3.0), (0, 1.0, 2.0)]
     """
 
-    def __init__(self, entries: int = ENTRIES) -> None:
-        self._entries: deque[tuple[str, Any, Any, Any, int]] = deque(maxlen=entries)
+    def __init__(self, spans: int = SPANS) -> None:
+        self._entries: deque[tuple[str, Any, Any, Any, Any]] = deque()
+        self._most, self._held = spans, 0
 
-    def add(self, kind: str, worker: Any, begin: Any, end: Any, number: int) -> None:
+    def add(self, kind: str, worker: Any, begin: Any, end: Any, number: Any) -> None:
         self._entries.append((kind, worker, begin, end, number))
+        self._held += 1 if isinstance(worker, int) else len(worker)
+        while self._held > self._most:
+            gone = self._entries.popleft()[1]
+            self._held -= 1 if isinstance(gone, int) else len(gone)
+
+    def save(self, path: str | Path) -> None:
+        """As a file that Perfetto, chrome://tracing and ``read`` open."""
+        Path(path).write_text(json.dumps(to_chrome(self.spans())), encoding="utf-8")
 
     def spans(self) -> list[Span]:
         """One by one, in order of their beginning; neighbours that are one thing are joined."""
@@ -89,8 +100,9 @@ class Trace:
             if isinstance(workers, int):
                 yield Span(workers, kind, float(begins), float(ends), number)
             else:
-                for worker, begin, end in zip(workers, begins, ends):
-                    yield Span(int(worker), kind, float(begin), float(end), number)
+                numbers = [number] * len(workers) if isinstance(number, int) else number
+                for worker, begin, end, own in zip(workers, begins, ends, numbers):
+                    yield Span(int(worker), kind, float(begin), float(end), int(own))
 
 
 def split(spans: Sequence[Span]) -> list[Span]:
@@ -173,7 +185,7 @@ def to_chrome(spans: Iterable[Span]) -> dict[str, Any]:
         }
         for span in found
     ]
-    return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
+    return {"traceEvents": [*names, *events], "displayTimeUnit": "ms", "otherData": {"host": platform.node()}}
 
 
 def from_chrome(content: Any) -> list[Span]:
@@ -202,13 +214,34 @@ def from_chrome(content: Any) -> list[Span]:
 
 
 def read(folder: Path) -> list[Span]:
-    """The spans of all processes of a run, from its trace-*.json; times begin at 0."""
-    found: list[Span] = []
+    """The spans of all processes of a run, from its trace-*.json; times begin at 0.
+
+    Machines have clocks of their own: those of others are moved so that averages arrive everywhere at once.
+    """
+    found: list[tuple[str, list[Span]]] = []
     for path in sorted(folder.glob("trace-*.json")):
         try:
-            found += from_chrome(json.loads(path.read_text()))
-        except ValueError as error:
+            content = json.loads(path.read_text())
+            found.append((str(content.get("otherData", {}).get("host")), from_chrome(content)))
+        except (ValueError, AttributeError) as error:
             raise ValueError(f"{path}: {error}") from None
-    first = min((span.begin for span in found), default=0.0)
-    moved = [replace(span, begin=span.begin - first, end=span.end - first) for span in found]
-    return sorted(moved, key=lambda span: (span.begin, span.worker))
+    spans = [span for host, own in found for span in (own if host == found[0][0] else aligned(own, found[0][1]))]
+    first = min((span.begin for span in spans), default=0.0)
+    return sorted((_moved(span, -first) for span in spans), key=lambda span: (span.begin, span.worker))
+
+
+def aligned(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """Moved so that the flights end, in the middle of the differences, when those of ``others`` do.
+
+    >>> theirs = [Span(0, "flight", 1.0, 2.0, 1), Span(0, "flight", 5.0, 6.0, 2)]
+    >>> ours = [Span(1, "flight", 101.5, 102.0, 1), Span(1, "step", 102.0, 103.0, 9)]
+    >>> [(span.begin, span.end) for span in aligned(ours, theirs)]
+    [(1.5, 2.0), (2.0, 3.0)]
+    """
+    ends = {span.number: span.end for span in others if span.kind == "flight"}
+    apart = [ends[span.number] - span.end for span in spans if span.kind == "flight" and span.number in ends]
+    return [_moved(span, median(apart)) for span in spans] if apart else list(spans)
+
+
+def _moved(span: Span, seconds: float) -> Span:
+    return replace(span, begin=span.begin + seconds, end=span.end + seconds)

@@ -69,17 +69,19 @@ def measure(config: Any, steps: int) -> Cluster:
     task = tasks.find(config.task)
     data = tasks.load(config.task)
     shards = feed.deal(config, data)
-    model = task.models[config.model]()
+    comm = prsgd.init()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    model = task.models[config.model]().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum)
     batches = ((task.prepare(x[0]), y[0]) for epoch in range(10**9) for x, y in shards.epoch(epoch))
 
     def step() -> None:
-        x, y = next(batches)
+        x, y = (part.to(device) for part in next(batches))
         optimizer.zero_grad()
         task.loss_fn(model(x), y).backward()
         optimizer.step()
 
-    return calibrate(model, optimizer, step, prsgd.init(), steps=steps, name=f"calibrated-{config.task}")
+    return calibrate(model, optimizer, step, comm, steps=steps, name=f"calibrated-{config.task}")
 
 
 def text(cluster: Cluster) -> str:
@@ -91,4 +93,6 @@ def text(cluster: Cluster) -> str:
         f"bandwidth   {cluster.bytes_per_second / 1e6:,.3g} MB/s",
         f"copying     {cluster.copy_seconds * 1e3:.3g} ms an average",
     ]
+    if cluster.jitter > 0.3:
+        lines.append("the steps' times vary much: is the machine busy with something else?")
     return "\n".join(lines)

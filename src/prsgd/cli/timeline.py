@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
             (folder / "trace.json").write_text(json.dumps(trace.to_chrome(trace.split(spans))))
         paths = figures.save(args.folder, {"timeline": lambda: timeline.draw(timelines)}) if timelines else []
     for label, spans in found.values():
-        print(f"\n{label}\n{'worker':>6} {'computing':>11} {'waiting':>11} {'averaging':>11} {'idle':>7}")
+        first = min((span.number for span in spans if span.kind == "step"), default=1)
+        since = "" if first <= 1 else f" (from step {first:,} on: a trace keeps the newest, and begins anew on resume)"
+        print(f"\n{label}{since}\n{'worker':>6} {'computing':>11} {'waiting':>11} {'averaging':>11} {'idle':>7}")
         for share in trace.shares(trace.split(spans)):
             times = (share.computing, share.waiting, share.communicating)
             print(f"{share.worker:>6} " + " ".join(f"{t:>9.3f} s" for t in times) + f" {share.idle:>7.1%}")

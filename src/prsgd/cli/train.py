@@ -60,6 +60,8 @@ def _tell(config: Config, folder: Path, summary: Summary, as_json: bool) -> int:
         print(json.dumps({"folder": str(folder), "config": dataclasses.asdict(config), **dataclasses.asdict(summary)}))
     else:
         print(f"done in {duration(summary.seconds)} of training: {_result(summary)}")
+        if summary.modelled_seconds is not None:
+            print(f"on the cluster: {duration(summary.modelled_seconds)}")
         print(f"the model: {folder / MODEL}; figures: prsgd report {folder}")
         if summary.train_loss > summary.first_train_loss:
             print("the loss is above that of the model it began with: lower the lr?")
@@ -123,6 +125,6 @@ def _what(config: Config) -> str:
 def _result(summary: Summary) -> str:
     accuracy = "" if summary.test_accuracy is None else f", test accuracy {summary.test_accuracy:.1%}"
     return (
-        f"training loss {summary.train_loss:.4f}{accuracy}, {summary.rounds:,} rounds, "
+        f"training loss {summary.train_loss:.4f}{accuracy},\n{summary.epochs:.4g} epochs, {summary.rounds:,} rounds, "
         f"{summary.bytes_sent / 1e6:,.2f} MB sent per worker"
     )

@@ -113,7 +113,7 @@ def commands(groups: Sequence[Group]) -> list[list[str]]:
     for apart in ((), ("method", "overlap")):
         batches: dict[tuple[Any, ...], list[Run]] = {}
         for run in runs:
-            alike = tuple(run.config.get(key) for key in _OPTIONS if key in apart or key not in _VARIED)
+            alike = tuple(_given(run.config, key) for key in _OPTIONS if key in apart or key not in _VARIED)
             batches.setdefault(alike, []).append(run)
         lines = [_compare(batch) for batch in batches.values()]
         if len(runs) > 1 and all(lines):
@@ -140,8 +140,13 @@ def _compare(runs: Sequence[Run]) -> list[str]:
     return ["prsgd compare", *_typed({**runs[0].config, **words}), f"--seeds {count}"]
 
 
+def _given(config: dict[str, Any], key: str) -> Any:
+    """What was typed; the seconds of a round follow from its period, where it has one."""
+    return None if key == "seconds" and config.get("period") is not None else config.get(key)
+
+
 def _typed(config: dict[str, Any]) -> list[str]:
-    given = {key: config.get(key) for key in _OPTIONS}
+    given = {key: _given(config, key) for key in _OPTIONS}
     shown = {key: value for key, value in given.items() if value is not None and str(value) != _USUAL.get(key)}
     return [f"--{key.replace('_', '-')} {value}" for key, value in shown.items()]
 

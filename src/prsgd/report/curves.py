@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,16 +74,19 @@ def charts(groups: Sequence[Group]) -> list[Chart]:
 def follows_recipe(run: Run) -> bool:
     """Was the lr the given one, divided by 10 at each of ``LR_DROPS``? Some methods set their own.
 
-    The steps next to a drop are not asked: an average may land with the lr of either side.
+    The steps next to a drop are not asked: an average may land with the lr of either side. Where workers differ in
+    their steps, a round or two are next to it.
     """
     length, lr = run.planned_steps, run.config.get("lr")
     if length is None or lr is None:
         return False
     drops = [fraction * length for fraction in LR_DROPS]
+    longest = max((b.step - a.step for a, b in itertools.pairwise(run.averages)), default=0)
+    near = 2 * longest + 2 if run.uneven else 2
     return all(
         math.isclose(average.lr, lr / 10 ** sum(average.step > drop for drop in drops), rel_tol=1e-6)
         for average in run.averages
-        if all(abs(average.step - drop) > 2 for drop in drops)
+        if all(abs(average.step - drop) > near for drop in drops)
     )
 
 

@@ -87,6 +87,7 @@ def _render(groups: Sequence[Group], out: Path) -> str:
         split=None if split is None else _static("split", out),
         split_sentence=about.split_sentence(str(groups[0].runs[0].config.get("split", "iid"))),
         rows=[(row, row_cells(row)) for row in table],
+        has_modelled=any(row.modelled_seconds is not None for row in table),
         has_accuracy=any(row.test_accuracy is not None for row in table),
         methods=about.method_words(groups),
         commands=about.commands(groups),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ class Average:
     lr: float
     drift: float | None
     modelled: Modelled | None = None
+    samples: int = 0
+    """Of all workers, in its round."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Run:
         name = str(config["method"])
         if config.get("period") is not None:
             name += f" period {config['period']}"
+        elif config.get("seconds") is not None:
+            name += f" {config['seconds']:g} s"
         return f"{name} overlap {config['overlap']}" if config.get("overlap") else name
 
     @property
@@ -97,6 +102,11 @@ class Run:
         steps, per_epoch = self.config.get("steps"), self.steps_per_epoch
         return None if steps is None or per_epoch is None else steps / per_epoch
 
+    @property
+    def uneven(self) -> bool:
+        """Did its workers take different numbers of steps?"""
+        return str(self.config["method"]) in ("pr-sgd-timed", "pr-sgd-measured")
+
     @cached_property
     def spans(self) -> list[Span]:
         """What its workers did when, the newest of it; empty without a trace."""
@@ -118,10 +128,12 @@ def read(folders: Sequence[Path]) -> list[Run]:
 
     >>> read([Path("nowhere")])
     Traceback (most recent call last):
-    ValueError: folder must hold a config.json, itself or one level down, got nowhere
+    ValueError: there is no folder nowhere
     """
     found: dict[Path, Run] = {}
     for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}")
         alone = (folder / "config.json").is_file()
         inside = [folder] if alone else sorted(path.parent for path in folder.glob("*/config.json"))
         if not inside:
@@ -155,11 +167,21 @@ def _read_run(folder: Path) -> Run:
         folder=folder,
         config=config,
         environment=given["environment"] or {},
-        averages=tuple(averages),
+        averages=tuple(_by_samples(averages, config)),
         evaluations=tuple(evaluations),
         summary=given["summary"],
         split=None if given["split"] is None else _counts(optional["split"], given["split"]),
     )
+
+
+def _by_samples(averages: list[Average], config: dict[str, Any]) -> list[Average]:
+    """Where workers take different numbers of steps, a record's step is one worker's: here it becomes their mean."""
+    per_step = config["workers"] * (config.get("batch_size") or 0)
+    total = sum(average.samples for average in averages)
+    if not per_step or not total or abs(total / per_step - averages[-1].step) <= 0.02 * averages[-1].step:
+        return averages
+    steps = itertools.accumulate(average.samples for average in averages)
+    return [replace(average, step=round(step / per_step)) for average, step in zip(averages, steps)]
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -211,6 +233,7 @@ def _add(text: bytes, averages: list[Average], evaluations: list[Evaluation]) ->
                 lr=_number(line, "lr"),
                 drift=_maybe(line, "drift"),
                 modelled=_modelled(line.get("modelled")),
+                samples=int(_maybe(line, "samples") or 0),
             )
         )
     elif kind == "evaluation":

@@ -83,6 +83,7 @@ class Row:
     """Of the bytes that the baseline sent; None while one of the two is unfinished."""
     drift: float | None
     seconds: float | None
+    modelled_seconds: float | None = None
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
@@ -155,6 +156,7 @@ def _row(group: Group, base_bytes: float | None) -> Row:
         share=sent / base_bytes if sent is not None and base_bytes and group.finished else None,
         drift=fmean(drifts) if drifts else None,
         seconds=fmean(last.seconds for last in lasts) if lasts else None,
+        modelled_seconds=_mean([last.modelled_seconds for last in lasts if last.modelled_seconds is not None]),
     )
 
 
@@ -166,6 +168,10 @@ def measured(values: Sequence[float]) -> Measured | None:
     if not values:
         return None
     return Measured(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
 
 
 def _rounds(group: Group) -> float:

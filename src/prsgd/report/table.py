@@ -10,7 +10,7 @@ from prsgd.report.curves import charts
 from prsgd.report.series import Group, Measured, Row, rows
 
 WIDTH = 80
-_HEADS = ("run", "accuracy %", "train loss", "rounds", "MB sent", "share", "drift", "seconds")
+_HEADS = ("run", "accuracy %", "train loss", "modelled s", "rounds", "MB sent", "share", "drift", "seconds")
 
 
 def text_table(groups: Sequence[Group]) -> str:
@@ -42,6 +42,7 @@ def row_cells(row: Row) -> list[str]:
     return [
         _measured(row.test_accuracy, ".2f"),
         "" if row.train_loss is None else _three(row.train_loss.mean),
+        "" if row.modelled_seconds is None else f"{row.modelled_seconds:,.4g}",
         "" if row.rounds is None else f"{row.rounds:,.0f}",
         "" if row.megabytes is None else _three(row.megabytes),
         "" if row.share is None else f"{_three(100 * row.share)} %",
@@ -68,12 +69,13 @@ def write_csv(groups: Sequence[Group], folder: Path) -> list[Path]:
 _TABLE_HEADS = (
     "run", "state", "seeds", "test_accuracy_percent", "test_accuracy_spread", "train_loss", "train_loss_spread",
     "rounds", "megabytes_sent_per_worker", "share_of_baseline_bytes", "mean_drift", "train_seconds",
+    "modelled_seconds",
 )  # fmt: skip
 
 
 def _table_line(row: Row) -> list[object]:
     pairs = [(m.mean, m.spread) if m is not None else (None, None) for m in (row.test_accuracy, row.train_loss)]
-    costs = [row.rounds, row.megabytes, row.share, row.drift, row.seconds]
+    costs = [row.rounds, row.megabytes, row.share, row.drift, row.seconds, row.modelled_seconds]
     return [row.label, row.state or "finished", row.seeds, *pairs[0], *pairs[1], *costs]
 
 

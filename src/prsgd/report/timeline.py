@@ -59,6 +59,8 @@ def timeline(name: str, spans: Sequence[Span], rounds: int = ROUNDS) -> Timeline
     inside = [span for span in split(spans) if span.end > begin and span.begin < end and span.worker in chosen]
     if len(inside) > MOST_SPANS and rounds > 1:
         return timeline(name, spans, rounds - 1)
+    turns = {(s.worker, s.number): s.begin for s in reversed(inside) if s.kind == "average"}
+    inside = [s for s in inside if s.kind != "flight" or s.begin < turns.get((s.worker, s.number), s.end) - 1e-9]
     cut = (
         Span(s.worker, s.kind, max(s.begin, begin) - begin, min(s.end, end) - begin, s.number)
         for s in inside[:MOST_SPANS]
@@ -99,7 +101,7 @@ def _rows(axes: Axes, one: Timeline) -> None:
     axes.set_yticks(range(len(one.workers)), [str(worker) for worker in one.workers])
     axes.set_ylim(len(one.workers) - 0.4, -0.6)
     axes.set_ylabel("worker")
-    axes.set_title(f"{one.name}: idle {one.idle:.0%} of the time", loc="left")
+    axes.set_title(f"{one.name}: here idle {one.idle:.0%} of the time", loc="left")
     axes.grid(visible=False)
 
 

@@ -263,7 +263,7 @@ def _choose(options: Sequence[Option], cost: _Cost) -> tuple[Option, tuple[str, 
         chosen = min(covered, key=lambda o: (paces[o], o.bytes_sent / o.steps))
         return chosen, (
             f"Period {chosen.period} with overlap {chosen.overlap} is the fastest that Corollary 1 covers; waiting for "
-            f"averages costs {max(0.0, paces[chosen] - 1):.0%} of the computing.",
+            f"averages costs {_share(paces[chosen])} the computing.",
         )
     cheap = [option for option in options if paces[option] <= 1.1]
     if cheap:
@@ -272,9 +272,17 @@ def _choose(options: Sequence[Option], cost: _Cost) -> tuple[Option, tuple[str, 
         chosen = min(options, key=lambda o: (paces[o], o.period))
     return chosen, (
         f"An average takes {cost.average_seconds / cost.step_seconds:,.1f} steps' time; at period {chosen.period} with "
-        f"overlap {chosen.overlap} waiting costs {max(0.0, paces[chosen] - 1):.0%} of the computing. This is a choice "
+        f"overlap {chosen.overlap} waiting costs {_share(paces[chosen])} the computing. This is a choice "
         "by cost, not by theory.",
     )
+
+
+def _share(pace: float) -> str:
+    """
+    >>> _share(1.25), _share(12.5)
+    ('25% of', '11.5 times')
+    """
+    return f"{max(0.0, pace - 1):.0%} of" if pace < 3 else f"{pace - 1:,.3g} times"
 
 
 def _guarantee(workers: int, guaranteed: int, following: int, needed: int) -> tuple[str, ...]:
