@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prsgd.averaging.base import Averaging, Header, Landing
     from prsgd.averaging.mean import mean
+    from prsgd.averaging.outer import outer
     from prsgd.comm.base import Communicator, Done, Then, Work
     from prsgd.comm.in_process import InProcess
     from prsgd.comm.joining import init
@@ -61,6 +62,7 @@ _HOME = {
     "mean": "averaging.mean",
     "measured": "schedules",
     "once": "schedules",
+    "outer": "averaging.outer",
     "per_worker": "schedules",
     "probe": "theory.probe",
     "timed": "schedules",
@@ -96,6 +98,7 @@ __all__ = [
     "mean",
     "measured",
     "once",
+    "outer",
     "per_worker",
     "probe",
     "timed",

@@ -163,6 +163,12 @@ class Hangar:
         """All workers have the same model now."""
         self.buffers.settle(self.rows.dtype, self.rows.device)
 
+    def row(self, i: int) -> Tensor:
+        """A copy of worker i's parameters as they are."""
+        row = self._new(self.rows.width)
+        self.rows.pack(i, row)
+        return row
+
     def capture(self, i: int) -> None:
         """Copy worker i's snapshot; with overlap its model moves on while the average travels."""
         row, extras, buffers = self._snapshots()[i].split(self._widths)
@@ -201,6 +207,7 @@ class Hangar:
         *,
         round: int,
         step_seconds: Callable[[int], float],
+        lr: float,
         kind: str = "average",
     ) -> Header:
         """What travels beside the rows. A worker counts if its model is finite and, once it is done, has news.
@@ -231,6 +238,7 @@ class Hangar:
             steps=steps,
             samples=tuple(samples - w.seen_samples for (_, samples), w in zip(at, workers)),
             step_seconds=self._step_seconds(step_seconds),
+            lr=lr,
             flat=boarding.flat,
         )
 

@@ -141,6 +141,7 @@ class LocalSGD:
             self._ledger,
             self._workers,
             self._clock,
+            self._lr,
             timeout_seconds=positive("timeout_seconds", timeout_seconds),
             done_timeout_seconds=positive("done_timeout_seconds", done_timeout_seconds),
         )
@@ -305,6 +306,8 @@ class LocalSGD:
         if not self._loaded:
             start_from_worker_0(self._comm, self._models)  # Alg. 1 line 1: x_i^0 = y-bar
             self._hangar.settle()
+            if hasattr(self._averaging, "start"):
+                self._averaging.start(self._hangar.row(0))
         _in_use.update(self._optimizers)
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))

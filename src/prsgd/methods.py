@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prsgd._check import one_of
 from prsgd.averaging.base import Averaging
 from prsgd.averaging.mean import mean
+from prsgd.averaging.outer import outer
 from prsgd.schedules import Schedule, every, growing, measured, once, timed
 
 
@@ -84,6 +85,19 @@ METHODS = {
         "pr-sgd that averages the momentum too",
         "Yu, Jin, Yang 2019",
         lambda given: Parts(every(given.period), mean(given.weights), optimizer_state="average"),
+    ),
+    "slowmo": Method(
+        "pr-sgd with slow momentum: 0.7 over the rounds, in units of the lr",
+        "Wang, Tantia, Ballas, Rabbat 2020",
+        lambda given: Parts(
+            every(given.period),
+            outer(lr=1.0, momentum=0.7, nesterov=False, by_inner_lr=True, weights=given.weights),
+        ),
+    ),
+    "diloco": Method(
+        "pr-sgd with an outer optimizer: Nesterov momentum 0.9, lr 0.7",
+        "Douillard et al. 2023",
+        lambda given: Parts(every(given.period), outer(weights=given.weights)),
     ),
     "one-shot": Method(
         "average once, when the run ends",

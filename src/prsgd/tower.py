@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,12 +27,14 @@ class Tower:
         ledger: Ledger,
         workers: Sequence[Worker],
         clock: Timekeeper,
+        lr: Callable[[], float],
         *,
         timeout_seconds: float,
         done_timeout_seconds: float,
     ) -> None:
         self._comm, self._averaging = comm, averaging
         self._hangar, self._ledger, self._workers, self._clock = hangar, ledger, workers, clock
+        self._lr = lr
         self._timeout_seconds, self._done_timeout_seconds = timeout_seconds, done_timeout_seconds
 
     def launch(self, kind: str = "average", known_bad: tuple[bool, ...] = ()) -> Flight:
@@ -140,6 +142,7 @@ class Tower:
             self._ledger.numbers(),
             round=self._ledger.round,
             step_seconds=self._clock.step_seconds,
+            lr=self._lr(),
             kind=kind,
         )
 

@@ -54,6 +54,8 @@ class Header:
     """Per hosted worker: samples logged in the round."""
     step_seconds: tuple[float, ...] = ()
     """By worker id, 0 where not hosted, as sent; of all workers as landed. Empty unless the schedule asks for them."""
+    lr: float = 0.0
+    """Of the workers' own optimizer, when this was launched."""
     flat: Tensor | None = None
     """Room for one collective: (P + E + tail,) with the dtype to sum in, reused by every average."""
 
@@ -86,7 +88,10 @@ class Landing:
 
 @runtime_checkable
 class Averaging(Protocol):
-    """How to combine the workers' models."""
+    """How to combine the workers' models.
+
+    One that needs to know where all workers begin has a method ``start(point)`` besides, called before the first step.
+    """
 
     def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
         """Start an average of the snapshots ``snap`` (n, P), which are not to be changed; see ``Header.counts``."""
