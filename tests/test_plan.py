@@ -156,7 +156,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert (found["steps"], found["guaranteed_period"], found["is_vacuous"]) == (1950, 1, True)
     assert (tmp_path / "p.png").stat().st_size > 5000
     assert main(paper) == 0
-    assert "Longer periods than the proved ones often work" in capsys.readouterr().out
+    assert "From our own runs, not from the theorems" in capsys.readouterr().out
     huge = [
         "--workers",
         "64",
