@@ -20,8 +20,8 @@ STEP_TIME = "100ms"
 BANDWIDTH = "1Gbit"
 ADVICE = (
     "From our own runs, not from the theorems: longer periods often work, but not for nothing. Digits train as well "
-    "with 4 to 16 as with 1; ResNet-20 on CIFAR-10 lost 4 points with 4 and 13 with 32 in a run of 10 epochs. The longer "
-    "the run, the rarer the averages may be: try with `prsgd compare`."
+    "with 4 to 16 as with 1; ResNet-20 on CIFAR-10 lost 4 points with 4 and 13 with 32 in a run of 10 epochs. The "
+    "longer the run, the rarer the averages may be: try with `prsgd compare`."
 )
 
 
