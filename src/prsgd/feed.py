@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +41,15 @@ def class_counts(config: Config) -> list[list[int]]:
 def num_steps(config: Config, shards: Shards) -> int:
     """Steps of each worker; of workers of different speeds, their mean."""
     return config.steps if config.steps is not None else (config.epochs or 0) * shards.steps_per_epoch
+
+
+def stream(config: Config, *, first_epoch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """A lone worker's batches as its model sees them, without end."""
+    task = tasks.find(config.task)
+    shards = deal(config, tasks.load(config.task))
+    for epoch in itertools.count(first_epoch):
+        for x, y in shards.epoch(epoch):
+            yield task.prepare(x[0]), y[0]
 
 
 class Feed:

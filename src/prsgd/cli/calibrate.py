@@ -67,13 +67,11 @@ def measure(config: Any, steps: int) -> Cluster:
 
     torch.set_num_threads(1)
     task = tasks.find(config.task)
-    data = tasks.load(config.task)
-    shards = feed.deal(config, data)
     comm = prsgd.init()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     model = task.models[config.model]().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum)
-    batches = ((task.prepare(x[0]), y[0]) for epoch in range(10**9) for x, y in shards.epoch(epoch))
+    batches = feed.stream(config)
 
     def step() -> None:
         x, y = (part.to(device) for part in next(batches))

@@ -71,18 +71,17 @@ def _walk(config: Config, looks: int) -> Probed:
     torch.set_num_threads(1)
     task = tasks.find(config.task)
     data = tasks.load(config.task)
-    shards = feed.deal(config, data)
     torch.manual_seed(config.seed)
     model = task.models[config.model or ""]()
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr or 0.1, momentum=config.momentum or 0.0)
-    batches = ((task.prepare(x[0]), y[0]) for epoch in range(10**9) for x, y in shards.epoch(epoch))
+    batches = feed.stream(config)
     last = config.steps or 0
     print(f"{'step':>6} {'loss':>9} {'L':>10} {'sigma^2':>10} {'G^2':>10}", file=sys.stderr)
     found: Probed | None = None
     at = {round(last * i / (looks - 1)) for i in range(looks)}
     for step in range(last + 1):
         if step in at:
-            here = ((task.prepare(x[0]), y[0]) for x, y in shards.epoch(10**6))  # an order of its own
+            here = feed.stream(config, first_epoch=10**6)  # in an order of its own
             now = _with_exact_noise(probe(model, task.loss_fn, here), model, config, task, data)
             found = now if found is None else merged(found, now)
             values = (now.loss, now.smoothness.value, now.noise.value, now.grad_second_moment.value)
