@@ -104,7 +104,7 @@ def test_toml_and_options(tmp_path: Path) -> None:
     done = prsgd("train", "--config", "bad.toml", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (
         2,
-        "prsgd train: error: bad.toml: unknown key 'wrkers': did you mean 'workers'?\n",
+        "prsgd train: error: bad.toml: unknown key 'wrkers': did you mean 'workers'? (its value: 4)\n",
     )
     (tmp_path / "bad.toml").write_text("workers = [\n")
     assert prsgd("train", "--config", "bad.toml", cwd=tmp_path).returncode == 2
