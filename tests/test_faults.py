@@ -351,10 +351,10 @@ def rank_early(rank: int) -> int:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with prsgd.LocalSGD(
-        net, optimizer, schedule=prsgd.every(10), timeout_seconds=0.5, done_timeout_seconds=30.0
+        net, optimizer, schedule=prsgd.every(10), timeout_seconds=2.0, done_timeout_seconds=30.0
     ) as local:
         for t in range(3 if rank == 0 else 5):
-            time.sleep(0.3 * rank)
+            time.sleep(0.8 * rank)
             x, y = batch(rank, t)
             optimizer.zero_grad()
             nn.functional.cross_entropy(net(x), y).backward()
