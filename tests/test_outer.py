@@ -72,6 +72,15 @@ def test_overlap_lands_by_the_delta_rule() -> None:
     assert path[1] == [0.5, 1.5]
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_the_drift_is_measured_from_the_mean(overlap: int) -> None:
+    """Not from the outer point: the same snapshots have the same drift whatever is made of their mean."""
+    how: dict[str, Any] = {"schedule": prsgd.every(2), "steps": 2, "overlap": overlap}
+    _, outer = walk([0.0, 4.0], averaging=prsgd.outer(lr=0.5), **how)
+    _, plain = walk([0.0, 4.0], averaging=prsgd.mean(), **how)
+    assert outer.records[0].drift == plain.records[0].drift
+
+
 def one_rank(rank: int) -> list[float]:
     model = Point()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prsgd.averaging.base import Averaging, Header, Landing
+    from prsgd.averaging.elastic import elastic
     from prsgd.averaging.mean import mean
     from prsgd.averaging.outer import outer
     from prsgd.comm.base import Communicator, Done, Then, Work
@@ -55,6 +56,7 @@ _HOME = {
     "TorchDistributed": "comm.torch_distributed",
     "UsageError": "errors",
     "Work": "comm.base",
+    "elastic": "averaging.elastic",
     "every": "schedules",
     "growing": "schedules",
     "init": "comm.joining",
@@ -91,6 +93,7 @@ __all__ = [
     "TorchDistributed",
     "UsageError",
     "Work",
+    "elastic",
     "every",
     "growing",
     "init",

@@ -77,11 +77,12 @@ class Flight:
     def state_dict(self) -> dict[str, Any]:
         """Everything but the snapshots, which the Hangar saves; somebody has waited for it."""
         assert self.landing is not None
-        header, target = self.landing.header, self.landing.target
+        header, target, mean = self.landing.header, self.landing.target, self.landing.mean
         return {
             **{k: v for k, v in vars(self).items() if k not in ("work", "snap", "landing", "to_land", "pooled")},
             "to_land": sorted(self.to_land),
             "target": None if target is None else target.clone(),
+            "mean": None if mean is None else mean.clone(),
             "extras": header.extras.clone(),
             "exact": header.exact.clone(),
             "sums": list(header.sums),
@@ -98,8 +99,15 @@ class Flight:
             fields.pop("extras").clone(),
             step_seconds=tuple(fields.pop("step_seconds", ())),
         )
-        target = fields.pop("target")
-        landing = Landing(None if target is None else target.clone(), header, *fields.pop("bytes_sent"))
+        target, mean = fields.pop("target"), fields.pop("mean", None)
+        bytes_sent, server_bytes_sent = fields.pop("bytes_sent")
+        landing = Landing(
+            None if target is None else target.clone(),
+            header,
+            bytes_sent,
+            server_bytes_sent,
+            mean=None if mean is None else mean.clone(),
+        )
         fields["to_land"] = set(fields["to_land"])
         fields["counts"], fields["bad"] = tuple(fields["counts"]), tuple(fields["bad"])
         return Flight(work=Done(landing), snap=snap, landing=landing, **fields)
@@ -256,13 +264,17 @@ class Hangar:
         bad = flight.bad[i]
         if landing.target is not None:
             target = landing.target if landing.target.dim() == 1 else landing.target[i]
+            apart = None
+            if landing.mean is not None:  # what worker i brought: with overlap its snapshot, else it has not moved
+                brought = flight.snap[i] if self._overlap else self.row(i)
+                apart = float((brought - landing.mean).double().square().sum())
             if moved and not bad:
                 distance = subtract_from(target, flight.snap[i])
                 self.rows.add(i, flight.snap[i])
             else:
                 distance = self.rows.replace(i, target)
-            if flight.counts[i]:
-                flight.drift += distance
+            if flight.counts[i] and (apart is not None or landing.target.dim() == 1):
+                flight.drift += distance if apart is None else apart
                 flight.drifts += 1
             if self._optimizer_state == "average":
                 self._state.write(i, landing.header.extras)

@@ -524,7 +524,7 @@ class LocalSGD:
             last = self._tower.arrive(self._launch())
             if last.header.sums.done == self._comm.num_workers:
                 break
-        self._tower.end(last)
+        self._tower.end()
 
     # Smaller parts
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from prsgd._check import one_of
 from prsgd.averaging.base import Averaging
+from prsgd.averaging.elastic import elastic
 from prsgd.averaging.mean import mean
 from prsgd.averaging.outer import outer
 from prsgd.schedules import Schedule, every, growing, measured, once, timed
@@ -85,6 +86,11 @@ METHODS = {
         "pr-sgd that averages the momentum too",
         "Yu, Jin, Yang 2019",
         lambda given: Parts(every(given.period), mean(given.weights), optimizer_state="average"),
+    ),
+    "easgd": Method(
+        "workers pulled towards a centre variable, beta 0.9, alpha 0.9 / N",
+        "Zhang, Choromanska, LeCun 2015",
+        lambda given: Parts(every(given.period), elastic()),
     ),
     "slowmo": Method(
         "pr-sgd with slow momentum: 0.7 over the rounds, in units of the lr",

@@ -35,6 +35,8 @@ class Tower:
         self._comm, self._averaging = comm, averaging
         self._hangar, self._ledger, self._workers, self._clock = hangar, ledger, workers, clock
         self._lr = lr
+        self._apart = False
+        """Has an average had targets that differ by worker?"""
         self._timeout_seconds, self._done_timeout_seconds = timeout_seconds, done_timeout_seconds
 
     def launch(self, kind: str = "average", known_bad: tuple[bool, ...] = ()) -> Flight:
@@ -86,6 +88,7 @@ class Tower:
         if flight.announced:
             return landing
         flight.announced = True
+        self._apart |= landing.target is not None and landing.target.dim() == 2
         sums = landing.header.sums
         if sums.consensus:
             if not self._all_done() or sums.consensus + sums.done < self._comm.num_workers:
@@ -117,10 +120,10 @@ class Tower:
             raise self._diverged(sums)
         return landing
 
-    def end(self, last: Landing) -> None:
+    def end(self) -> None:
         """All workers are done: one exact mean if their targets differed, and the last average's numbers."""
         try:
-            if last.target is not None and last.target.dim() == 2:
+            if self._apart:
                 boarding = self._hangar.board(capture=(), consensus=True)
                 header = self._header(boarding, "rescue")
                 exact = self._averaging.final(self._comm, boarding.snap, header)

@@ -52,12 +52,12 @@ class Header:
     """Per hosted worker: steps that no average has seen."""
     samples: tuple[int, ...] = ()
     """Per hosted worker: samples logged in the round."""
+    flat: Tensor | None = None
+    """Room for one collective: (P + E + tail,) with the dtype to sum in, reused by every average."""
     step_seconds: tuple[float, ...] = ()
     """By worker id, 0 where not hosted, as sent; of all workers as landed. Empty unless the schedule asks for them."""
     lr: float = 0.0
     """Of the workers' own optimizer, when this was launched."""
-    flat: Tensor | None = None
-    """Room for one collective: (P + E + tail,) with the dtype to sum in, reused by every average."""
 
     def tail(self) -> Tensor:
         """What is summed as it is."""
@@ -84,6 +84,8 @@ class Landing:
     """By a parameter server, where there is one."""
     copy_seconds: float = 0.0
     """Spent on making the target after it had arrived."""
+    mean: Tensor | None = None
+    """(P,) of all workers' models, where it is known and is not the target: what the drift is measured from."""
 
 
 @runtime_checkable

@@ -76,7 +76,7 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
         direction = change + self.momentum * memory.velocity if self.nesterov else memory.velocity
         memory.point = memory.point - self.lr * scale * direction
         seconds = landing.copy_seconds + time.perf_counter() - began
-        return replace(landing, target=memory.point.clone(), copy_seconds=seconds)
+        return replace(landing, target=memory.point.clone(), mean=landing.target, copy_seconds=seconds)
 
     def state_dict(self) -> dict[str, Any]:
         memory = self._memory

@@ -29,8 +29,8 @@ def add_run_options(parser: Parser, *, several: bool) -> None:
         *names,
         dest="method",
         metavar="NAME",
-        help="pr-sgd, pr-sgd-growing, pr-sgd-timed, pr-sgd-measured, pr-sgd-momentum, slowmo, diloco, minibatch-sgd, "
-        "one-shot (pr-sgd)",
+        help="pr-sgd, pr-sgd-growing, pr-sgd-timed, pr-sgd-measured, pr-sgd-momentum, easgd, slowmo, diloco, "
+        "minibatch-sgd, one-shot (pr-sgd)",
         **many,
     )
     how.add_argument("--workers", type=int, metavar="N", help="how many (8)")

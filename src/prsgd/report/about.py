@@ -34,6 +34,7 @@ _METHODS = {
     "pr-sgd-timed": "PR-SGD whose rounds last a fixed time: each worker takes as many steps as fit (Algorithm 3).",
     "pr-sgd-measured": "PR-SGD whose workers take steps in proportion to their measured speed (Algorithm 3).",
     "pr-sgd-momentum": "PR-SGD that averages the optimizer's momentum along with the models.",
+    "easgd": "Elastic averaging: workers keep apart, pulled towards a centre that follows their mean.",
     "slowmo": "PR-SGD whose averages are steps of an outer optimizer with slow momentum.",
     "diloco": "PR-SGD whose averages are steps of an outer optimizer with Nesterov momentum.",
     "one-shot": "The workers train on their own to the end, and their models are averaged once.",
