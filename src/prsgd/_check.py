@@ -41,6 +41,17 @@ def positive(name: str, value: object) -> float:
     return float(value)
 
 
+def from_zero_to(name: str, value: object, top: float) -> None:
+    """A ValueError unless ``value`` is a number in [0, top).
+
+    >>> from_zero_to("momentum", 1.0, 1.0)
+    Traceback (most recent call last):
+    ValueError: momentum must be in [0, 1), got 1.0
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < top:
+        raise ValueError(f"{name} must be in [0, {top:g}), got {value!r}")
+
+
 def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
     """``value`` if it is one of ``allowed``, or a ValueError.
 

@@ -15,6 +15,7 @@ from prsgd._check import whole_number
 from prsgd.cluster import Cluster
 from prsgd.comm.base import Communicator
 from prsgd.errors import UsageError
+from prsgd.links import bytes_summed
 from prsgd.local_sgd import LocalSGD
 from prsgd.schedules import every
 
@@ -66,7 +67,7 @@ def calibrate(
 
 def _width(bytes_sent: int, workers: int) -> int:
     """float32 numbers in an average for which each worker sends so many bytes."""
-    return max(1, round(bytes_sent * workers / (2 * (workers - 1)) / 4)) if workers > 1 else 1
+    return max(1, round(bytes_summed(workers, bytes_sent) / 4)) if workers > 1 else 1
 
 
 def _link(comm: Communicator, width: int, averages: int, device: torch.device) -> tuple[float, float]:

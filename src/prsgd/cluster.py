@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from prsgd import _toml, units
 from prsgd._check import nearest, positive, whole_number
-from prsgd.links import LINK_SHAPES, Link
+from prsgd.links import LINK_SHAPES, Link, bytes_summed
 from prsgd.trace import Modelled, Trace
 
 TICK = 2.0**-30
@@ -67,8 +67,7 @@ class Cluster:
         n = len(self.speeds)
         if n == 1:
             return 0.0
-        whole = bytes_sent if server_bytes_sent else bytes_sent * n / (2 * (n - 1))
-        return self.link.average_seconds(whole, workers=n)
+        return self.link.average_seconds(bytes_summed(n, bytes_sent, server_bytes_sent), workers=n)
 
 
 _LAN = {"step_time": "20ms", "bandwidth": "1Gbit", "latency": "0.1ms"}

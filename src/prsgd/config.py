@@ -10,7 +10,7 @@ from typing import Any
 
 from prsgd import cluster as clusters
 from prsgd import methods, splits, tasks
-from prsgd._check import nearest, one_of, positive, whole_number
+from prsgd._check import from_zero_to, nearest, one_of, positive, whole_number
 from prsgd.recipe import LR_DROPS
 
 LARGEST = 1e30
@@ -111,8 +111,8 @@ class Config:
             raise ValueError(f"seed must be below 2^63, got {self.seed}")
         if positive("lr", self.lr) > LARGEST:
             raise ValueError(f"lr must be at most {LARGEST:g}, got {self.lr!r}")
-        _within("momentum", self.momentum, 1.0)
-        _within("weight_decay", self.weight_decay, LARGEST)
+        from_zero_to("momentum", self.momentum, 1.0)
+        from_zero_to("weight_decay", self.weight_decay, LARGEST)
         splits.parse(self.split)
         one_of("weights", self.weights, ("uniform", "steps"))
         if self.modelled() is not None and self.processes not in (1, self.workers):
@@ -191,8 +191,3 @@ def lr_at(config: Config, step: int, num_steps: int) -> float:
 
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def _within(name: str, value: object, top: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < top:
-        raise ValueError(f"{name} must be in [0, {top:g}), got {value!r}")

@@ -172,13 +172,13 @@ class Fleet:
     def random(self, worker: int) -> Iterator[None]:
         """Draw torch's random numbers from this worker's own stream, and leave the process's as they were."""
         i = worker - self.workers.start
-        outside = _random_state(self.rows.device)
-        _set_random_state(self._random[i], self.rows.device)
+        outside = random_state(self.rows.device)
+        set_random_state(self._random[i], self.rows.device)
         try:
             yield
         finally:
-            self._random[i] = _random_state(self.rows.device)
-            _set_random_state(outside, self.rows.device)
+            self._random[i] = random_state(self.rows.device)
+            set_random_state(outside, self.rows.device)
 
     def named_parameters(self, worker: int) -> Mapping[str, Parameter]:
         """The parameters of a hosted worker that train, by name."""
@@ -252,14 +252,16 @@ def _random_devices(device: torch.device) -> list[torch.device]:
     return [torch.device("cpu")] if device.type == "cpu" else [torch.device("cpu"), device]
 
 
-def _random_state(device: torch.device) -> list[Tensor]:
+def random_state(device: torch.device) -> list[Tensor]:
+    """Of torch's random numbers on the CPU, and on the device if it is another."""
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
     return states
 
 
-def _set_random_state(states: list[Tensor], device: torch.device) -> None:
+def set_random_state(states: list[Tensor], device: torch.device) -> None:
+    """Go on from what ``random_state`` gave."""
     torch.set_rng_state(states[0])
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[1], device)

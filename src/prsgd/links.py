@@ -27,6 +27,15 @@ def bytes_of_sum(shape: str, num_workers: int, num_bytes: int) -> tuple[int, int
     return num_bytes, (num_workers - 1) * num_bytes
 
 
+def bytes_summed(num_workers: int, bytes_sent: int, server_bytes_sent: int = 0) -> float:
+    """How many bytes were summed, from what ``bytes_of_sum`` says that each worker and the server sent.
+
+    >>> bytes_summed(8, 1750), bytes_summed(8, 1000, 7000)
+    (1000.0, 1000)
+    """
+    return bytes_sent if server_bytes_sent else bytes_sent * num_workers / (2 * (num_workers - 1))
+
+
 @dataclass(frozen=True)
 class Link:
     """What carries the averages between workers that are all alike.

@@ -67,8 +67,9 @@ class Header:
         """The header of all workers, from what came back."""
         width = len(Sums._fields)
         known = width + len(self.step_seconds)
-        sums, seconds = tail[:known].tolist()[:width], tail[width:known].tolist()
-        return replace(self, extras=extras, sums=Sums(*sums), step_seconds=tuple(seconds), exact=tail[known:])
+        numbers = tail[:known].tolist()
+        sums, seconds = Sums(*numbers[:width]), tuple(numbers[width:])
+        return replace(self, extras=extras, sums=sums, step_seconds=seconds, exact=tail[known:])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from prsgd._check import positive
+from prsgd._check import from_zero_to, positive
 from prsgd.averaging.base import Averaging, Header, Landing
 from prsgd.averaging.mean import mean
 from prsgd.comm.base import Communicator, Then, Work
@@ -50,8 +50,7 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
 
     def __post_init__(self) -> None:
         positive("lr", self.lr)
-        if isinstance(self.momentum, bool) or not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
+        from_zero_to("momentum", self.momentum, 1.0)
         mean(self.weights)
 
     def start(self, point: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +38,8 @@ def run(args: argparse.Namespace) -> int:
         running.check(config)
         if not args.out.parent.is_dir():
             raise ValueError(f"out must be a file in a folder that is there, got {args.out}")
-    from prsgd.running import under_torchrun
-
-    if under_torchrun():
+    if running.under_torchrun():
         found: Cluster = measure(config, args.steps)
-        import os
-
         if os.environ["RANK"] != "0":
             return 0
     else:

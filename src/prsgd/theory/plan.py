@@ -18,6 +18,7 @@ from prsgd.theory.bounds import (
     Bound,
     Problem,
     gradient_bound,
+    period_is_guaranteed,
     speedup_lr,
     steps_for_speedup,
 )
@@ -206,8 +207,9 @@ class _Cost:
             return steps or self._fitting(period, overlap, budget_seconds or 0.0)
 
         def covered(period: int, overlap: int) -> bool:
-            how = {"workers": self.workers, "period": period, "overlap": overlap}
-            return steps_for_speedup(**how) <= length(period, overlap)
+            steps = length(period, overlap)
+            how = {"workers": self.workers, "steps": steps, "period": period, "overlap": overlap}
+            return steps > 0 and period_is_guaranteed(**how)
 
         for overlap in allowed:
             given.add(max((i for i in range(max(1, overlap), longest + 1) if covered(i, overlap)), default=longest))

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from prsgd._check import whole_number
+from prsgd.fleet import random_state, set_random_state
 from prsgd.theory.bounds import Problem
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -248,11 +249,11 @@ class _Hessian:
         self.size = sum(p.numel() for p in parameters)
         self.device = parameters[0].device
         self.rounding = min(1e-4, 100 * torch.finfo(parameters[0].dtype).eps)
-        self._drawn = _random_state(self.device)
+        self._drawn = random_state(self.device)
 
     def times(self, vector: Tensor, batches: Sequence[tuple[Any, Any]]) -> Tensor:
         product = torch.zeros(self.size, dtype=vector.dtype, device=self.device)
-        _set_random_state(self._drawn, self.device)  # with dropout, one Hessian for all products
+        set_random_state(self._drawn, self.device)  # with dropout, one Hessian for all products
         for x, y in batches:
             loss = self._loss_fn(self._model(x), y)
             gradients = torch.autograd.grad(loss, self._parameters, create_graph=True, allow_unused=True)
@@ -337,17 +338,6 @@ def _whole_batches(loader: Iterable[tuple[Any, Any]], most: int) -> list[tuple[A
 
 def _size(batch: tuple[Any, Any]) -> int | None:
     return len(batch[0]) if isinstance(batch[0], Sized) else None
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_random_state(state: Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 @contextmanager
