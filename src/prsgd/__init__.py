@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prsgd.averaging.base import Averaging, Header, Landing
     from prsgd.averaging.elastic import elastic
+    from prsgd.averaging.gossip import gossip
     from prsgd.averaging.mean import mean
     from prsgd.averaging.outer import outer
+    from prsgd.averaging.quantized import quantized
+    from prsgd.averaging.sparse import sparse
     from prsgd.comm.base import Communicator, Done, Then, Work
     from prsgd.comm.in_process import InProcess
     from prsgd.comm.joining import init
@@ -58,6 +61,7 @@ _HOME = {
     "Work": "comm.base",
     "elastic": "averaging.elastic",
     "every": "schedules",
+    "gossip": "averaging.gossip",
     "growing": "schedules",
     "init": "comm.joining",
     "launch": "launching",
@@ -67,6 +71,8 @@ _HOME = {
     "outer": "averaging.outer",
     "per_worker": "schedules",
     "probe": "theory.probe",
+    "quantized": "averaging.quantized",
+    "sparse": "averaging.sparse",
     "timed": "schedules",
 }
 
@@ -95,6 +101,7 @@ __all__ = [
     "Work",
     "elastic",
     "every",
+    "gossip",
     "growing",
     "init",
     "launch",
@@ -104,6 +111,8 @@ __all__ = [
     "outer",
     "per_worker",
     "probe",
+    "quantized",
+    "sparse",
     "timed",
 ]
 

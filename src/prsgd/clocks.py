@@ -47,7 +47,7 @@ class Timekeeper(Protocol):
         """The average of all hosted workers; those that are done brought theirs only now."""
         ...
 
-    def arrived(self, *, round: int, bytes_sent: int, server_bytes_sent: int, flight_seconds: float) -> None:
+    def arrived(self, *, round: int, bytes_sent: int, server_bytes_sent: int, hops: int, flight_seconds: float) -> None:
         """Somebody waited for it, and it is there."""
         ...
 
@@ -118,7 +118,7 @@ class WallClock:
     def launched(self, done: Sequence[int]) -> None:
         self._launched = time.monotonic()
 
-    def arrived(self, *, round: int, bytes_sent: int, server_bytes_sent: int, flight_seconds: float) -> None:
+    def arrived(self, *, round: int, bytes_sent: int, server_bytes_sent: int, hops: int, flight_seconds: float) -> None:
         if self._computed is not None:  # inside a step: its gradient came before
             self.trace.add("step", self._first, self._at, self._computed, self._step + 1)
             self._stepping_seconds += self._computed - self._at

@@ -62,11 +62,14 @@ class Cluster:
     def slowest_step_seconds(self) -> float:
         return self.step_seconds / min(self.speeds)
 
-    def average_seconds(self, bytes_sent: int, server_bytes_sent: int = 0) -> float:
-        """Of an average for which each worker puts so many bytes on the wire, by whatever shape they were counted."""
+    def average_seconds(self, bytes_sent: int, server_bytes_sent: int = 0, hops: int = 0) -> float:
+        """Of an average for which each worker puts so many bytes on the wire: a sum, by whatever shape its bytes were
+        counted, or ``hops`` messages one after another."""
         n = len(self.speeds)
         if n == 1:
             return 0.0
+        if hops:
+            return self.link.messages_seconds(bytes_sent, hops=hops)
         return self.link.average_seconds(bytes_summed(n, bytes_sent, server_bytes_sent), workers=n)
 
 
@@ -264,8 +267,8 @@ class ClusterClock:
         self._closed[done] = self._now[done]
         self._start = float(self._closed.max())
 
-    def arrived(self, *, round: int, bytes_sent: int, server_bytes_sent: int, flight_seconds: float) -> None:
-        self._arrival = self._start + _ticks(self.cluster.average_seconds(bytes_sent, server_bytes_sent))
+    def arrived(self, *, round: int, bytes_sent: int, server_bytes_sent: int, hops: int, flight_seconds: float) -> None:
+        self._arrival = self._start + _ticks(self.cluster.average_seconds(bytes_sent, server_bytes_sent, hops))
         n = len(self._now)
         self.trace.add("flight", range(n), self._closed.copy(), np.full(n, self._arrival), round)
 

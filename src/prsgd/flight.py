@@ -64,6 +64,7 @@ class Flight:
             bad_workers=int(sums.bad),
             bytes_sent=self.landing.bytes_sent,
             server_bytes_sent=self.landing.server_bytes_sent,
+            hops=self.landing.hops,
             wait_seconds=self.wait_seconds,
             copy_seconds=self.copy_seconds,
             flight_seconds=self.flight_seconds,
@@ -88,6 +89,8 @@ class Flight:
             "sums": list(header.sums),
             "step_seconds": list(header.step_seconds),
             "bytes_sent": [self.landing.bytes_sent, self.landing.server_bytes_sent],
+            "hops": self.landing.hops,
+            "shared": self.landing.shared,
         }
 
     @staticmethod
@@ -106,6 +109,8 @@ class Flight:
             header,
             bytes_sent,
             server_bytes_sent,
+            hops=fields.pop("hops", 0),
+            shared=fields.pop("shared", True),
             mean=None if mean is None else mean.clone(),
         )
         fields["to_land"] = set(fields["to_land"])
@@ -243,6 +248,7 @@ class Hangar:
             exact=self.buffers.sums(boarding.buffers, pools),
             extras=boarding.extras,
             counts=counts,
+            bad=boarding.bad,
             steps=steps,
             samples=tuple(samples - w.seen_samples for (_, samples), w in zip(at, workers)),
             step_seconds=self._step_seconds(step_seconds),

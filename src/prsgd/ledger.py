@@ -28,6 +28,8 @@ class Ledger:
         self.records: list[Record] = []
         self.round = 0
         self._incomplete: Record | None = None
+        self._deferred: list[tuple[Record, Sums]] = []
+        """Records that wait until all workers meet, with the hosted workers' own numbers."""
         self._drift = 0.0
         self._drifts = 0
         self._logs_first: bool | None = None
@@ -77,6 +79,25 @@ class Ledger:
         if self._on_record is not None:
             self._on_record(record)
 
+    def defer(self, own: Sums) -> None:
+        """The last average's numbers are the hosted workers' ``own`` so far: they are summed when all meet."""
+        if self._incomplete is not None:
+            self._deferred.append((self._incomplete, own))
+            self._incomplete = None
+
+    def own(self) -> list[Sums]:
+        """What the hosted workers have to tell of the deferred records."""
+        return [own for _, own in self._deferred]
+
+    def settle(self, totals: Sequence[Sums]) -> None:
+        """All workers' numbers for the deferred records."""
+        deferred, self._deferred = self._deferred, []
+        newest = self._incomplete
+        for (record, _), sums in zip(deferred, totals):
+            self._incomplete = record
+            self.complete(sums)
+        self._incomplete = newest
+
     @property
     def is_complete(self) -> bool:
         return self._incomplete is None
@@ -92,6 +113,7 @@ class Ledger:
             "drifts": self._drifts,
             "logs_first": self._logs_first,
             "incomplete": None if self._incomplete is None else asdict(self._incomplete),
+            "deferred": [[asdict(record), list(own)] for record, own in self._deferred],
             "last": None if self.last is None else asdict(self.last),
         }
 
@@ -99,6 +121,7 @@ class Ledger:
         self.round, self._drift, self._drifts = state["round"], state["drift"], state["drifts"]
         self._logs_first = state["logs_first"]
         self._incomplete = None if state["incomplete"] is None else Record.from_dict(state["incomplete"])
+        self._deferred = [(Record.from_dict(record), Sums(*own)) for record, own in state.get("deferred", ())]
         self.records = [] if state["last"] is None else [Record.from_dict(state["last"])]
 
 

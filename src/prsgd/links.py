@@ -70,6 +70,14 @@ class Link:
             return 2 * (workers - 1).bit_length() * (num_bytes / self.bytes_per_second + self.latency_seconds)
         return hops * num_bytes / self.bytes_per_second + 2 * self.latency_seconds
 
+    def messages_seconds(self, num_bytes: float, *, hops: int) -> float:
+        """Of ``num_bytes`` that each worker sends in ``hops`` messages one after another, of whatever shape.
+
+        >>> Link(bytes_per_second=125e6, latency_seconds=1e-3).messages_seconds(125e6, hops=7)
+        1.007
+        """
+        return num_bytes / self.bytes_per_second + hops * self.latency_seconds
+
     def bytes_sent(self, num_bytes: int, *, workers: int) -> int:
         """Per worker and average, the server's own left out."""
         return bytes_of_sum(self.shape, workers, num_bytes)[0]

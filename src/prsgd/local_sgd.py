@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from prsgd import comm as communicators
 from prsgd._check import one_of, positive, whole_number
-from prsgd.averaging.base import Averaging, Landing
+from prsgd.averaging.base import Averaging, Landing, Setting
 from prsgd.averaging.mean import mean
 from prsgd.clocks import Timekeeper, WallClock
 from prsgd.comm.base import Communicator
@@ -111,6 +111,9 @@ class LocalSGD:
         self._clock = clock if isinstance(clock, Timekeeper) else WallClock(self._comm.workers, clock)
         self._clock.check(self._comm.num_workers, self._comm.workers)
         schedule.check(self._comm.num_workers, self._overlap)
+        shares_speed = getattr(schedule, "shares_speed", False)
+        if hasattr(self._averaging, "check"):
+            self._averaging.check(Setting(self._comm.num_workers, self._overlap, optimizer_state, shares_speed))
         self._models, rows = hosted(model, self._comm)
         if comm is None:
             self._comm.timeout_seconds = positive("timeout_seconds", timeout_seconds)
@@ -130,7 +133,7 @@ class LocalSGD:
             optimizer_state=optimizer_state,
             overlap=overlap,
             comm=self._comm,
-            shares_speed=getattr(schedule, "shares_speed", False),
+            shares_speed=shares_speed,
         )
         self._flight: Flight | None = None
         self._ledger = Ledger(self._workers, on_record)
@@ -273,6 +276,7 @@ class LocalSGD:
             "workers": [w.state_dict(self._clock) for w in self._workers],
             "ledger": self._ledger.state_dict(),
             "averaging": self._averaging.state_dict(),
+            "apart": self._tower.apart,
             "clock": self._clock.state_dict(),
             "memory": self._hangar.state_dict(
                 with_snapshots=bool(self._overlap) and (flight is not None or any(w.closed for w in self._workers))
@@ -289,6 +293,7 @@ class LocalSGD:
             raise ValueError(f"state must be of workers {list(self._comm.workers)}, got {ids}")
         self._ledger.load_state_dict(state["ledger"])
         self._averaging.load_state_dict(state["averaging"])
+        self._tower.apart = state.get("apart", False)
         self._clock.load_state_dict(state.get("clock", {}))
         self._hangar.load_state_dict(state["memory"])
         self._workers[:] = [Worker.from_state(w, self._clock) for w in state["workers"]]
@@ -492,7 +497,7 @@ class LocalSGD:
         if w.done and w.round is None:
             w.end_round()
         flight.copy_seconds += time.perf_counter() - began
-        if landing.target is not None:
+        if landing.target is not None and landing.header.sums.workers:
             self._clock.landed(i, self.round + 1)
 
     def _complete(self, flight: Flight, landing: Landing) -> None:
@@ -510,7 +515,7 @@ class LocalSGD:
 
     def _pools(self, landing: Landing) -> bool:
         """Do buffers ride with it? Not in flight, where a delta could make a variance negative; the last one pools."""
-        return not self._overlap or landing.header.sums.done == self._comm.num_workers
+        return landing.shared and (not self._overlap or landing.header.sums.done == self._comm.num_workers)
 
     def _end(self) -> None:
         """Land what is in flight; then average, marked done, until all workers are."""

@@ -53,6 +53,8 @@ class Record:
     """Sum of the samples given to ``log`` in this round."""
     step_seconds: tuple[float, ...] | None = None
     """Mean seconds of a step, by worker id, as known one average later; None unless the schedule asks for it."""
+    hops: int = 0
+    """Messages one after another that it took; 0: as many as a sum takes."""
     modelled: Modelled | None = None
     """With a ``prsgd.cluster.ClusterClock``."""
 

@@ -35,8 +35,8 @@ class Tower:
         self._comm, self._averaging = comm, averaging
         self._hangar, self._ledger, self._workers, self._clock = hangar, ledger, workers, clock
         self._lr = lr
-        self._apart = False
-        """Has an average had targets that differ by worker?"""
+        self.apart = False
+        """Did the last average have targets that differ by worker?"""
         self._timeout_seconds, self._done_timeout_seconds = timeout_seconds, done_timeout_seconds
 
     def launch(self, kind: str = "average", known_bad: tuple[bool, ...] = ()) -> Flight:
@@ -78,6 +78,7 @@ class Tower:
                     round=self._ledger.round + 1,
                     bytes_sent=flight.landing.bytes_sent,
                     server_bytes_sent=flight.landing.server_bytes_sent,
+                    hops=flight.landing.hops,
                     flight_seconds=flight.flight_seconds,
                 )
         return flight.landing
@@ -88,12 +89,17 @@ class Tower:
         if flight.announced:
             return landing
         flight.announced = True
-        self._apart |= landing.target is not None and landing.target.dim() == 2
+        if landing.target is not None:
+            self.apart = landing.target.dim() == 2
         sums = landing.header.sums
+        if not landing.shared:
+            self._ledger.defer(sums)
+            return landing
         if sums.consensus:
             if not self._all_done() or sums.consensus + sums.done < self._comm.num_workers:
                 raise self._split(sums)
             flight.to_land.clear()  # another worker's consensus(), which this process only answered
+            self._settle()
             return landing
         if sums.bad and not sums.workers:
             if sums.bad == self._comm.num_workers:
@@ -102,6 +108,7 @@ class Tower:
             rescue = self.launch("rescue", flight.bad)
             landing = flight.landing = self.wait(rescue)
             flight.counts = rescue.counts
+        self._settle()
         self._ledger.complete(sums, landing.header.step_seconds or None)
         return landing
 
@@ -118,12 +125,13 @@ class Tower:
             raise self._split(sums)
         if sums.bad and not sums.workers:
             raise self._diverged(sums)
+        self._settle()
         return landing
 
     def end(self) -> None:
         """All workers are done: one exact mean if their targets differed, and the last average's numbers."""
         try:
-            if self._apart:
+            if self.apart:
                 boarding = self._hangar.board(capture=(), consensus=True)
                 header = self._header(boarding, "rescue")
                 exact = self._averaging.final(self._comm, boarding.snap, header)
@@ -131,12 +139,23 @@ class Tower:
                     for i in range(len(self._workers)):
                         self._hangar.rows.replace(i, exact.target)
             if not self._ledger.is_complete:
-                rows = self._hangar.rows
-                sums = torch.tensor(self._ledger.numbers(), dtype=rows.dtype, device=rows.device)
-                total = self._comm.all_reduce(sums).wait(self._timeout_seconds)
-                self._ledger.complete(Sums(*total.tolist()))
+                self._ledger.defer(self._ledger.numbers())
         except PeerError as error:
             raise self._named(error) from None
+        self._settle()
+
+    def _settle(self) -> None:
+        """All workers meet: sum what they have to tell of the records that wait for it."""
+        own = self._ledger.own()
+        if not own:
+            return
+        rows = self._hangar.rows
+        numbers = torch.tensor(own, dtype=rows.dtype, device=rows.device)
+        try:
+            totals = self._comm.all_reduce(numbers).wait(self._timeout_seconds)
+        except PeerError as error:
+            raise self._named(error) from None
+        self._ledger.settle([Sums(*row) for row in totals.tolist()])
 
     def _header(self, boarding: Boarding, kind: str) -> Header:
         return self._hangar.header(

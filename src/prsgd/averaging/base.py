@@ -48,6 +48,8 @@ class Header:
     """Numbers averaged as the models are, (n, E) as sent and (E,) as landed: optimizer state."""
     counts: tuple[bool, ...] = ()
     """Per hosted worker: does its model count? One with nothing new, or not finite, does not (its row is zero)."""
+    bad: tuple[bool, ...] = ()
+    """Per hosted worker: is its model not finite?"""
     steps: tuple[int, ...] = ()
     """Per hosted worker: steps that no average has seen."""
     samples: tuple[int, ...] = ()
@@ -83,17 +85,34 @@ class Landing:
     """Per worker."""
     server_bytes_sent: int = 0
     """By a parameter server, where there is one."""
+    hops: int = 0
+    """Messages one after another that it took; 0: as many as a sum takes."""
     copy_seconds: float = 0.0
     """Spent on making the target after it had arrived."""
     mean: Tensor | None = None
     """(P,) of all workers' models, where it is known and is not the target: what the drift is measured from."""
+    shared: bool = True
+    """Did all hear of all? If not (gossip), no buffers are pooled, the header's last-round numbers are the hosted
+    workers' own, and the records wait until all meet."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an averaging is asked to work with."""
+
+    num_workers: int
+    overlap: int = 0
+    optimizer_state: str = "keep"
+    shares_speed: bool = False
+    """Does the schedule need the seconds that every worker takes for a step?"""
 
 
 @runtime_checkable
 class Averaging(Protocol):
     """How to combine the workers' models.
 
-    One that needs to know where all workers begin has a method ``start(point)`` besides, called before the first step.
+    One that needs to know where all workers begin has a method ``start(point)`` besides, called before the first step;
+    one that cannot work with everything has ``check(setting)``, which raises a ValueError that says why.
     """
 
     def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:

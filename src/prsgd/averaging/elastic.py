@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from prsgd.averaging.base import Averaging, Header, Landing
-from prsgd.averaging.mean import mean
+from prsgd.averaging.summed import summed
 from prsgd.comm.base import Communicator, Then, Work
 
 
@@ -53,10 +53,10 @@ class elastic(Averaging):  # noqa: N801 - a word in the user's sentence
     def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
         own = snap.clone()  # a lone model's lies where the sum will
         alpha = self.beta / comm.num_workers if self.alpha is None else self.alpha
-        return Then(mean().launch(comm, snap, header), lambda landing: self._pull(landing, own, alpha, header.counts))
+        return Then(summed(comm, snap, header), lambda landing: self._pull(landing, own, alpha, header.counts))
 
     def final(self, comm: Communicator, snap: Tensor, header: Header) -> Landing:
-        return mean().final(comm, snap, header)
+        return summed(comm, snap, header).wait()
 
     def _pull(self, landing: Landing, own: Tensor, alpha: float, counts: tuple[bool, ...]) -> Landing:
         if landing.target is None:

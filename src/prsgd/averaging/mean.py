@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from prsgd._check import one_of
 from prsgd.averaging.base import Averaging, Header, Landing
-from prsgd.comm.base import Communicator, Then, Work
+from prsgd.averaging.changes import Changes, Memory
+from prsgd.averaging.summed import check_weights, summed, weighted_sum, weights_of
+from prsgd.comm.base import Both, Communicator, Then, Work
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -20,82 +22,71 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
     """The mean of the workers' models, each counting the same (the paper), or by its steps or samples of the round.
 
     ``weights="samples"`` needs ``local.log(samples=...)`` *before* each ``optimizer.step()``.
+    ``dtype=torch.bfloat16`` halves the bytes: what travels is each model's change since the last average, rounded.
 
     >>> mean()
-    mean(weights='uniform')
+    mean(weights='uniform', dtype=None)
     """
 
     weights: str = "uniform"
+    dtype: torch.dtype | None = None
+    _memory: Memory = field(default_factory=Memory, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        one_of("weights", self.weights, ("uniform", "steps", "samples"))
+        check_weights(self.weights)
+        if self.dtype is not None and self.dtype not in HALF:
+            raise ValueError(f"dtype must be torch.bfloat16, torch.float16 or None, got {self.dtype!r}")
+
+    def start(self, point: Tensor) -> None:
+        """All workers begin here."""
+        if self.dtype is not None:
+            self._rounded(self.dtype).start(point)
 
     def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
-        weights = self._weights(header)
-        header = replace(header, sums=header.sums._replace(weight=sum(weights)))
-        num_params, num_extras = snap.shape[1], header.extras.shape[1]
-        flat = header.flat
-        if flat is None:  # called without the loop, which lends its own
-            tail_size = header.tail().numel()
-            flat = torch.empty(num_params + num_extras + tail_size, dtype=snap.dtype, device=snap.device)
-        row, extras, tail = flat.split([num_params, num_extras, flat.numel() - num_params - num_extras])
-        weighted_sum(snap, weights, out=row)
-        weighted_sum(header.extras, weights, out=extras)
-        tail.copy_(header.tail())
-        work = comm.all_reduce(flat)
-
-        def landing(_: Tensor) -> Landing:
-            began = time.perf_counter()
-            landed = header.landed(extras, tail)
-            weight = landed.sums.weight
-            if weight not in (0, 1):
-                flat[: num_params + num_extras].div_(weight)
-            return Landing(
-                target=row if weight else None,
-                header=landed,
-                bytes_sent=work.bytes_sent,
-                server_bytes_sent=work.server_bytes_sent,
-                copy_seconds=time.perf_counter() - began,
-            )
-
-        return Then(work, landing)
+        if self.dtype is not None:
+            return self._rounded(self.dtype).launch(comm, snap, header)
+        return summed(comm, snap, header, weights_of(self.weights, header))
 
     def final(self, comm: Communicator, snap: Tensor, header: Header) -> Landing:
+        if self.dtype is not None:
+            return self._rounded(self.dtype).final(comm, snap, header)
         return self.launch(comm, snap, header).wait()
 
-    def _weights(self, header: Header) -> list[float]:
-        if self.weights == "uniform":
-            return [float(c) for c in header.counts]
-        numbers = header.steps if self.weights == "steps" else header.samples
-        if self.weights == "samples" and any(
-            c and s and not n for c, s, n in zip(header.counts, header.steps, numbers)
-        ):
-            raise ValueError('mean(weights="samples") needs local.log(samples=...) before each optimizer.step()')
-        return [float(n) if c else 0.0 for c, n in zip(header.counts, numbers)]
-
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {} if self.dtype is None else self._rounded(self.dtype).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """It remembers nothing."""
+        if self.dtype is not None:
+            self._rounded(self.dtype).load_state_dict(state)
+
+    def _rounded(self, dtype: torch.dtype) -> _Rounded:
+        return _Rounded(self.weights, dtype, self._memory)
 
 
-def weighted_sum(rows: Tensor, weights: Sequence[float], out: Tensor) -> None:
-    """out <- sum_i weights[i] rows[i]; rows of weight 0 are not read. A lone row may lie in ``out`` already."""
-    if all(w == 1.0 for w in weights) and len(weights) > 1:
-        torch.sum(rows, dim=0, dtype=out.dtype, out=out)
-        return
-    first = True
-    for row, weight in zip(rows, weights):
-        if not weight:
-            continue
-        if first:
-            if row.data_ptr() != out.data_ptr():
-                out.copy_(row)
-            if weight != 1.0:
-                out.mul_(weight)
-        else:
-            out.add_(row, alpha=weight)
-        first = False
-    if first:
-        out.zero_()
+@dataclass(frozen=True)
+class _Rounded(Changes):
+    """Changes summed in half precision; optimizer state and the header in full."""
+
+    weights: str
+    dtype: torch.dtype
+    _memory: Memory
+
+    def _send(
+        self, comm: Communicator, snap: Tensor, weights: Sequence[float], header: Header
+    ) -> Work[tuple[Callable[[], Tensor], Header]]:
+        point, num_extras = self._memory.point, header.extras.shape[1]
+        assert point is not None, "LocalSGD calls start()"
+        changes = torch.zeros(snap.shape[1], dtype=self.dtype, device=snap.device)
+        for row, weight in zip(snap, weights):
+            if weight:
+                changes += ((row - point) * weight).to(self.dtype)
+        extras = snap.new_zeros(num_extras)
+        weighted_sum(header.extras, weights, out=extras)
+        full = torch.cat([extras, header.tail().to(snap.dtype)])
+
+        def arrived(both: tuple[Tensor, Tensor]) -> tuple[Callable[[], Tensor], Header]:
+            landed = header.landed(full[:num_extras], full[num_extras:])
+            landed = replace(landed, extras=landed.extras / max(landed.sums.weight, 1e-30))
+            return lambda: changes.to(snap.dtype), landed
+
+        return Then(Both(comm.all_reduce(full), comm.all_reduce(changes)), arrived)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from prsgd._check import from_zero_to, positive
 from prsgd.averaging.base import Averaging, Header, Landing
-from prsgd.averaging.mean import mean
+from prsgd.averaging.summed import check_weights, summed, weights_of
 from prsgd.comm.base import Communicator, Then, Work
 
 
@@ -51,17 +51,18 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
     def __post_init__(self) -> None:
         positive("lr", self.lr)
         from_zero_to("momentum", self.momentum, 1.0)
-        mean(self.weights)
+        check_weights(self.weights)
 
     def start(self, point: Tensor) -> None:
         """All workers begin here."""
         self._memory.point, self._memory.velocity = point.clone(), None
 
     def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
-        return Then(mean(self.weights).launch(comm, snap, header), lambda landing: self._step(landing, header.lr))
+        work = summed(comm, snap, header, weights_of(self.weights, header))
+        return Then(work, lambda landing: self._step(landing, header.lr))
 
     def final(self, comm: Communicator, snap: Tensor, header: Header) -> Landing:
-        return mean(self.weights).final(comm, snap, header)
+        return summed(comm, snap, header, weights_of(self.weights, header)).wait()
 
     def _step(self, landing: Landing, inner_lr: float) -> Landing:
         if landing.target is None or (self.lr == 1 and not self.momentum):

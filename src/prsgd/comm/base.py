@@ -6,6 +6,7 @@ A communicator moves tensors between processes and knows which workers live in w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Generic, Protocol, TypeVar
 
@@ -25,6 +26,8 @@ class Work(Protocol[T]):
     """What one worker puts on the wire for it, were every worker its own process."""
     server_bytes_sent: int
     """What the parameter server sends, where there is one."""
+    hops: int
+    """Messages one after another that it takes; 0: a sum's, as many as the link's shape has."""
 
     def wait(self, timeout_seconds: float | None = None) -> T:
         """The result, as soon as it is there. Raises PeerError, or AverageTimeout after ``timeout_seconds``."""
@@ -38,8 +41,9 @@ class Work(Protocol[T]):
 class Done(Generic[T]):
     """Work that was finished at once."""
 
-    def __init__(self, result: T, *, bytes_sent: int = 0, server_bytes_sent: int = 0) -> None:
-        self._result, self.bytes_sent, self.server_bytes_sent = result, bytes_sent, server_bytes_sent
+    def __init__(self, result: T, *, bytes_sent: int = 0, server_bytes_sent: int = 0, hops: int = 0) -> None:
+        self._result, self.hops = result, hops
+        self.bytes_sent, self.server_bytes_sent = bytes_sent, server_bytes_sent
 
     def wait(self, timeout_seconds: float | None = None) -> T:
         return self._result
@@ -55,6 +59,7 @@ class Then(Generic[S, T]):
         self._work, self._make = work, make
         self._made: list[T] = []
         self.bytes_sent, self.server_bytes_sent = work.bytes_sent, work.server_bytes_sent
+        self.hops = getattr(work, "hops", 0)
 
     def wait(self, timeout_seconds: float | None = None) -> T:
         """The other's result waited for, and this one made of it."""
@@ -64,6 +69,26 @@ class Then(Generic[S, T]):
 
     def flight_seconds(self) -> float:
         return self._work.flight_seconds()
+
+
+class Both(Generic[S, T]):
+    """Two works under way at the same time."""
+
+    def __init__(self, first: Work[S], second: Work[T]) -> None:
+        self._works = first, second
+        self.bytes_sent = first.bytes_sent + second.bytes_sent
+        self.server_bytes_sent = first.server_bytes_sent + second.server_bytes_sent
+        self.hops = max(getattr(work, "hops", 0) for work in self._works)
+
+    def wait(self, timeout_seconds: float | None = None) -> tuple[S, T]:
+        """Both results."""
+        began = time.monotonic()
+        first = self._works[0].wait(timeout_seconds)
+        left = None if timeout_seconds is None else max(0.001, timeout_seconds - (time.monotonic() - began))
+        return first, self._works[1].wait(left)
+
+    def flight_seconds(self) -> float:
+        return max(work.flight_seconds() for work in self._works)
 
 
 class Communicator(Protocol):

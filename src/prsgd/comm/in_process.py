@@ -42,12 +42,14 @@ class InProcess(Communicator):
 
     def all_gather(self, payload: Tensor) -> Work[Tensor]:
         row_bytes = payload[0].numel() * payload.element_size()
-        return Done(payload.clone(), bytes_sent=row_bytes * (self.num_workers - 1))
+        others = self.num_workers - 1
+        return Done(payload.clone(), bytes_sent=row_bytes * others, hops=others)
 
     def exchange(self, send: Mapping[Route, Tensor], receive: Mapping[Route, Tensor]) -> Work[None]:
         for route, tensor in receive.items():
             tensor.copy_(send[route])
-        return Done(None, bytes_sent=sum(t.numel() * t.element_size() for t in send.values()) // self.num_workers)
+        num_bytes = sum(t.numel() * t.element_size() for t in send.values())
+        return Done(None, bytes_sent=num_bytes // self.num_workers, hops=1)
 
     def broadcast(self, flat: Tensor, worker: int = 0) -> Work[Tensor]:
         return Done(flat)

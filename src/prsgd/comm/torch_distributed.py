@@ -88,7 +88,7 @@ class TorchDistributed(Communicator):
         parts = [torch.empty_like(padded) for _ in self._blocks]
         work = self._start(lambda group: dist.all_gather(parts, padded, group=group, async_op=True))
         bytes_sent = _num_bytes(payload[0]) * (self.num_workers - 1)
-        pending = _Pending(work, parts, bytes_sent, self.timeout_seconds)
+        pending = _Pending(work, parts, bytes_sent, self.timeout_seconds, hops=self.num_workers - 1)
         return Then(pending, lambda parts: torch.cat([p[: len(b)] for p, b in zip(parts, self._blocks)]))
 
     def exchange(self, send: Mapping[Route, Tensor], receive: Mapping[Route, Tensor]) -> Work[None]:
@@ -180,8 +180,10 @@ class TorchDistributed(Communicator):
 class _UnderWay(Generic[T]):
     """What is common to work under way: its bytes, its limit, when it began and ended."""
 
-    def __init__(self, result: T, bytes_sent: int, server_bytes_sent: int, timeout_seconds: float) -> None:
-        self._result, self._timeout_seconds = result, timeout_seconds
+    def __init__(
+        self, result: T, bytes_sent: int, server_bytes_sent: int, timeout_seconds: float, hops: int = 0
+    ) -> None:
+        self._result, self._timeout_seconds, self.hops = result, timeout_seconds, hops
         self.bytes_sent, self.server_bytes_sent = bytes_sent, server_bytes_sent
         self._started = time.perf_counter()
         self._finished: float | None = None
@@ -200,9 +202,16 @@ class _Pending(_UnderWay[T]):
     """A torch.distributed operation under way."""
 
     def __init__(
-        self, work: dist.Work, result: T, bytes_sent: int, timeout_seconds: float, *, server_bytes_sent: int = 0
+        self,
+        work: dist.Work,
+        result: T,
+        bytes_sent: int,
+        timeout_seconds: float,
+        *,
+        server_bytes_sent: int = 0,
+        hops: int = 0,
     ) -> None:
-        super().__init__(result, bytes_sent, server_bytes_sent, timeout_seconds)
+        super().__init__(result, bytes_sent, server_bytes_sent, timeout_seconds, hops)
         self._work: dist.Work | None = work
         self._error: PeerError | None = None
         if result is not None:  # a send or receive has no future to tell when it was over
@@ -274,7 +283,9 @@ class _Errand(_UnderWay[T]):
 
 
 class _PendingAll:
-    server_bytes_sent = 0
+    """Messages to and from several."""
+
+    server_bytes_sent, hops = 0, 1
 
     def __init__(self, works: list[_Pending[None]], bytes_sent: int) -> None:
         self._works, self.bytes_sent = works, bytes_sent

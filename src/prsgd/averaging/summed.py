@@ -1,0 +1,83 @@
+"""One all-reduce of everything: the exact mean, and what other averagings are made from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from prsgd._check import one_of
+from prsgd.averaging.base import Header, Landing
+from prsgd.comm.base import Communicator, Then, Work
+
+WEIGHTS = ("uniform", "steps", "samples")
+
+
+def summed(comm: Communicator, snap: Tensor, header: Header, weights: Sequence[float] | None = None) -> Work[Landing]:
+    """The weighted mean of the snapshots, extras and header in one flat buffer; by default of those that count."""
+    weights = [float(c) for c in header.counts] if weights is None else weights
+    header = replace(header, sums=header.sums._replace(weight=sum(weights)))
+    num_params, num_extras = snap.shape[1], header.extras.shape[1]
+    flat = header.flat
+    if flat is None:  # called without the loop, which lends its own
+        tail_size = header.tail().numel()
+        flat = torch.empty(num_params + num_extras + tail_size, dtype=snap.dtype, device=snap.device)
+    row, extras, tail = flat.split([num_params, num_extras, flat.numel() - num_params - num_extras])
+    weighted_sum(snap, weights, out=row)
+    weighted_sum(header.extras, weights, out=extras)
+    tail.copy_(header.tail())
+    work = comm.all_reduce(flat)
+
+    def landing(_: Tensor) -> Landing:
+        began = time.perf_counter()
+        landed = header.landed(extras, tail)
+        weight = landed.sums.weight
+        if weight not in (0, 1):
+            flat[: num_params + num_extras].div_(weight)
+        return Landing(
+            target=row if weight else None,
+            header=landed,
+            bytes_sent=work.bytes_sent,
+            server_bytes_sent=work.server_bytes_sent,
+            copy_seconds=time.perf_counter() - began,
+        )
+
+    return Then(work, landing)
+
+
+def check_weights(kind: str) -> None:
+    one_of("weights", kind, WEIGHTS)
+
+
+def weights_of(kind: str, header: Header) -> list[float]:
+    """How much each hosted worker counts: "uniform", or by the "steps" or "samples" of the round."""
+    if kind == "uniform":
+        return [float(c) for c in header.counts]
+    numbers = header.steps if kind == "steps" else header.samples
+    if kind == "samples" and any(c and s and not n for c, s, n in zip(header.counts, header.steps, numbers)):
+        raise ValueError('weights="samples" needs local.log(samples=...) before each optimizer.step()')
+    return [float(n) if c else 0.0 for c, n in zip(header.counts, numbers)]
+
+
+def weighted_sum(rows: Tensor, weights: Sequence[float], out: Tensor) -> None:
+    """out <- sum_i weights[i] rows[i]; rows of weight 0 are not read. A lone row may lie in ``out`` already."""
+    if all(w == 1.0 for w in weights) and len(weights) > 1:
+        torch.sum(rows, dim=0, dtype=out.dtype, out=out)
+        return
+    first = True
+    for row, weight in zip(rows, weights):
+        if not weight:
+            continue
+        if first:
+            if row.data_ptr() != out.data_ptr():
+                out.copy_(row)
+            if weight != 1.0:
+                out.mul_(weight)
+        else:
+            out.add_(row, alpha=weight)
+        first = False
+    if first:
+        out.zero_()
