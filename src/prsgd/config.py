@@ -11,6 +11,7 @@ from typing import Any
 from prsgd import cluster as clusters
 from prsgd import methods, splits, tasks
 from prsgd._check import from_zero_to, nearest, one_of, positive, whole_number
+from prsgd.averaging.base import Setting
 from prsgd.recipe import LR_DROPS
 
 LARGEST = 1e30
@@ -32,7 +33,8 @@ class Config:
     workers: int = 8
     period: int | None = None
     """8, where the method has one."""
-    overlap: int = 0
+    overlap: int | None = None
+    """The method's own."""
     epochs: int | None = None
     steps: int | None = None
     """Instead of epochs: steps of each worker."""
@@ -58,7 +60,7 @@ class Config:
         usual: dict[str, Any] = {"batch_size": 32, "lr": 0.1, "momentum": 0.9, "epochs": 10, **task.defaults}
         if self.steps is not None and self.epochs is not None:
             raise ValueError("epochs and steps are two ways to say how long: give one of them")
-        if self.period is not None and not method.has_period:
+        if self.period is not None and method.period is None:
             raise ValueError(f"method {self.method} has no period, got {self.period}")
         if self.seconds is not None and not method.by_clock:
             raise ValueError(f"method {self.method} has no rounds by the clock, got seconds {self.seconds}")
@@ -67,6 +69,7 @@ class Config:
             cluster=None if self.cluster is None else clusters.placed(self.cluster),
             model=model,
             period=self._period(method),
+            overlap=_or(self.overlap, method.overlap),
             epochs=None if self.steps is not None else _or(self.epochs, usual["epochs"]),
             batch_size=_or(self.batch_size, usual["batch_size"]),
             lr=_or(self.lr, usual["lr"]),
@@ -80,9 +83,9 @@ class Config:
         return None if self.cluster is None else clusters.load(self.cluster, self.workers)
 
     def _period(self, method: methods.Method) -> int | None:
-        if not method.has_period or (method.by_clock and self.seconds is not None):
+        if method.by_clock and self.seconds is not None:
             return self.period
-        return 8 if self.period is None else self.period
+        return method.period if self.period is None else self.period
 
     def _seconds(self) -> float:
         """As given, or from the period."""
@@ -114,7 +117,8 @@ class Config:
         from_zero_to("momentum", self.momentum, 1.0)
         from_zero_to("weight_decay", self.weight_decay, LARGEST)
         splits.parse(self.split)
-        one_of("weights", self.weights, ("uniform", "steps"))
+        if one_of("weights", self.weights, ("uniform", "steps")) != "uniform" and not methods.find(self.method).weighs:
+            raise ValueError(f"method {self.method} counts all workers alike, got weights {self.weights}")
         if self.modelled() is not None and self.processes not in (1, self.workers):
             raise ValueError(
                 f"processes must be 1, or one per worker ({self.workers}), with a cluster, got {self.processes}"
@@ -124,9 +128,17 @@ class Config:
         self._check_uneven()
         if self.processes > self.workers:
             raise ValueError(f"processes must be at most the number of workers {self.workers}, got {self.processes}")
-        self.parts().schedule.check(self.workers, self.overlap)
-        if self.parts().optimizer_state == "average" and self.overlap > 1:
+        assert self.overlap is not None
+        parts = self.parts()
+        parts.schedule.check(self.workers, self.overlap)
+        if parts.optimizer_state == "average" and self.overlap > 1:
             raise ValueError(f"overlap must be 0 or 1 with method {self.method}, got {self.overlap}")
+        if hasattr(parts.averaging, "check"):
+            shares_speed = getattr(parts.schedule, "shares_speed", False)
+            try:
+                parts.averaging.check(Setting(self.workers, self.overlap, parts.optimizer_state, shares_speed))
+            except ValueError as error:
+                raise ValueError(f"method {self.method}: {error}") from None
 
     def _check_uneven(self) -> None:
         """In several processes an evaluation must find its place between two averages, the same in all of them."""
@@ -143,16 +155,13 @@ class Config:
 
     def parts(self) -> methods.Parts:
         assert self.lr is not None
-        given = methods.Settings(period=self.period or 1, lr=self.lr, seconds=self.seconds or 1.0, weights=self.weights)
+        given = methods.Settings(self.period or 1, self.lr, self.seconds or 1.0, self.weights, self.seed)
         return methods.find(self.method).build(given)
 
     @property
     def label(self) -> str:
         """What tells this run from others: the method, and its period if it has one."""
-        name = self.method if self.period is None else f"{self.method} period {self.period}"
-        if self.period is None and self.seconds is not None:
-            name = f"{self.method} {self.seconds:g} s"
-        return name if not self.overlap else f"{name} overlap {self.overlap}"
+        return methods.label(self.method, period=self.period, seconds=self.seconds, overlap=self.overlap)
 
     @property
     def folder_name(self) -> str:

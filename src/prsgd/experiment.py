@@ -184,7 +184,7 @@ class _Run:
             schedule=parts.schedule,
             averaging=parts.averaging,
             optimizer_state=parts.optimizer_state,
-            overlap=config.overlap,
+            overlap=config.overlap or 0,
             clock=self._model_clock,
             on_record=self._on_record,
         )

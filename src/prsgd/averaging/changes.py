@@ -106,7 +106,8 @@ class Gathered(Changes):
     def check(self, setting: Setting) -> None:
         if setting.optimizer_state == "average":
             raise ValueError(
-                f'{type(self).__name__}() cannot carry optimizer state: use optimizer_state="keep" or "reset", or mean()'
+                f"{type(self).__name__}() cannot carry the optimizer's state: "
+                'use optimizer_state="keep" or "reset", or mean()'
             )
 
     @abstractmethod

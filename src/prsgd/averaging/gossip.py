@@ -4,7 +4,7 @@
 
 ``every(1)`` with overlap 1 is D-PSGD as printed: the gradient at x_i is taken while the neighbours' models arrive, and
 x_i <- sum_j W_ij x_j - lr G_i. Only neighbours speak, in two messages: what they are about to do, and their model. All
-workers meet in an all-reduce for ``consensus()`` and when the run ends, with one exact mean; the records' sums come then.
+workers meet in an all-reduce for ``consensus()`` and when the run ends, with one exact mean; the records come then.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
 
     def bytes_sent(self, num_workers: int, snap: Tensor) -> int:
         """Per worker and average: what it is about to do, and its model, to each that hears it."""
-        links = np.count_nonzero(self.matrix(num_workers)) - np.count_nonzero(self.matrix(num_workers).diagonal())
+        weights = self.matrix(num_workers)
+        links = int(np.count_nonzero(weights) - np.count_nonzero(weights.diagonal()))
         return round(links / num_workers * (snap.shape[1] + 2) * snap.element_size())
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,7 +138,7 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
 
         def heard(_: None) -> set[int]:
             found = set()
-            for (source, _), message in received.items():
+            for (source, _to), message in received.items():
                 does, is_bad = message.tolist()
                 if (what == AVERAGES) != (does == AVERAGES):
                     raise _not_together(f"worker {source}", _DOES[int(does)])
@@ -168,7 +169,8 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
         self._memory.lost = self._memory.lost + 1 if lost else 0
         if self._memory.lost > num_workers:
             raise DivergedError(
-                f"no finite model has come from the neighbours in {num_workers} averages: lower the lr, or clip gradients"
+                f"no finite model has come from the neighbours in {num_workers} averages; "
+                "lower the lr, or clip gradients"
             )
 
 

@@ -84,7 +84,7 @@ class _Rounded(Changes):
         weighted_sum(header.extras, weights, out=extras)
         full = torch.cat([extras, header.tail().to(snap.dtype)])
 
-        def arrived(both: tuple[Tensor, Tensor]) -> tuple[Callable[[], Tensor], Header]:
+        def arrived(_: tuple[Tensor, Tensor]) -> tuple[Callable[[], Tensor], Header]:
             landed = header.landed(full[:num_extras], full[num_extras:])
             landed = replace(landed, extras=landed.extras / max(landed.sums.weight, 1e-30))
             return lambda: changes.to(snap.dtype), landed

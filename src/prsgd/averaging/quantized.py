@@ -59,10 +59,10 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
         """How many different numbers a code can stand for."""
         if isinstance(self.bits, str):
             return {"ternary": 3, "sign": 2}[self.bits]
-        return max(2, 2**self.bits - 1)
+        return int(max(2, 2**self.bits - 1))
 
     def num_bytes(self, num_values: int, dtype: torch.dtype = torch.float32) -> int:
-        return packed_bytes(num_values, self.levels) + self._num_buckets(num_values) * dtype.itemsize
+        return packed_bytes(num_values, self.levels) + self._num_buckets(num_values) * int(dtype.itemsize)
 
     def encode(self, change: Tensor, worker: int = 0) -> Tensor:
         buckets = self._buckets(change)

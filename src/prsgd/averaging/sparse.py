@@ -1,5 +1,5 @@
-"""The largest changes alone, with error feedback (Aji and Heafield 2017; Stich, Cordonnier, Jaggi 2018): what is not sent
-is added to the next change, so nothing is lost.
+"""The largest changes alone (Aji and Heafield 2017; Stich, Cordonnier, Jaggi 2018): what is not sent is added to the
+next change, so nothing is lost.
 
 A row travels as: how many of the numbers lie in each run of 65,536, where in it each lies (2 bytes), the numbers.
 """

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PERIODS = [1, 4, 8, 16, 32]
 SEEDS = [3]
+CLUSTER = "lan-1g"
+"""For all methods, some of which need to know how long a step takes."""
 
 
 def add(parser: Parser) -> None:
@@ -99,6 +101,9 @@ def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
     from prsgd.cli.running import new_folder
 
     given = merged(args, (*RUN, "seeds", "jobs"))
+    if given.get("method") == ["all"] and given.get("cluster") is None and given.get("processes", 1) == 1:
+        given["cluster"] = CLUSTER
+        print(f"all methods, rounds by the clock too: time is modelled on the cluster {CLUSTER}", file=sys.stderr)
     jobs = given.pop("jobs", None)
     at_once = None if jobs is None else whole_number("jobs", jobs, at_least=1)
     if args.tensorboard:
@@ -133,8 +138,10 @@ def variants(given: dict[str, Any]) -> list[Config]:
 
     values = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
     names = values.pop("method", ["pr-sgd"])
+    if names == ["all"]:
+        names = list(methods.METHODS)
     periods = values.pop("period", None)
-    overlaps = values.pop("overlap", [0])
+    overlaps = values.pop("overlap", [None])
     seeds = values.pop("seeds", SEEDS)
     if len(seeds) == 1:
         if not isinstance(seeds[0], int) or seeds[0] < 1:
@@ -147,13 +154,12 @@ def variants(given: dict[str, Any]) -> list[Config]:
     for key, choices in (("method", names), ("overlap", overlaps), ("seeds", seeds), ("period", periods)):
         if choices is not None and not choices:
             raise ValueError(f"{key} must have at least one value, got none")
-    if periods is not None and not any(methods.find(name).has_period for name in names):
+    if periods is not None and not any(methods.find(name).period for name in names):
         raise ValueError(f"method {' and '.join(names)} has no period, got {periods[0]}")
     found: dict[Config, None] = {}
     for name, overlap, seed in product(names, overlaps, seeds):
-        has_period = methods.find(name).has_period
         usual = PERIODS if len(names) == 1 else [None]
-        for period in (periods or usual) if has_period else [None]:
+        for period in (periods or usual) if methods.find(name).period else [None]:
             config = Config.from_dict({**rest, "method": name, "overlap": overlap, "period": period, "seed": seed})
             found[config.resolve()] = None
     order = {label: i for i, label in enumerate(dict.fromkeys(c.label for c in found))}

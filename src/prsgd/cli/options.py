@@ -8,6 +8,7 @@ from typing import Any
 
 from prsgd import _toml
 from prsgd.cli.parser import Parser
+from prsgd.methods import METHODS
 
 RUN = (
     "task", "model", "method", "workers", "period", "overlap", "epochs", "steps", "batch_size", "lr", "momentum",
@@ -29,14 +30,15 @@ def add_run_options(parser: Parser, *, several: bool) -> None:
         *names,
         dest="method",
         metavar="NAME",
-        help="pr-sgd, pr-sgd-growing, pr-sgd-timed, pr-sgd-measured, pr-sgd-momentum, easgd, slowmo, diloco, "
-        "minibatch-sgd, one-shot (pr-sgd)",
+        help=f"{'all, or ' if several else ''}{', '.join(METHODS)} (pr-sgd); prsgd methods tells what they are",
         **many,
     )
     how.add_argument("--workers", type=int, metavar="N", help="how many (8)")
-    usual = "1 4 8 16 32; 8 beside other methods" if several else "8"
+    usual = "1 4 8 16 32; beside other methods each one's own" if several else "the method's own, mostly 8"
     how.add_argument("--period", type=int, metavar="I", help=f"local steps between two averages ({usual})", **many)
-    how.add_argument("--overlap", type=int, metavar="D", help="steps that hide an average's transfer (0)", **many)
+    how.add_argument(
+        "--overlap", type=int, metavar="D", help="steps that hide an average's transfer (0; d-psgd 1)", **many
+    )
     how.add_argument(
         "--epochs",
         type=int,

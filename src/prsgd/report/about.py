@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+from prsgd.methods import METHODS
 from prsgd.report.curves import follows_recipe
 from prsgd.report.read import Run
 from prsgd.report.series import Group, differing
@@ -17,28 +18,12 @@ _OPTIONS = (
 _VARIED = ("method", "period", "overlap")
 _USUAL = {
     "method": "pr-sgd",
-    "overlap": "0",
     "weight_decay": "0.0",
     "split": "iid",
     "processes": "1",
     "weights": "uniform",
 }
 """What need not be typed. The rest depends on the task, and is typed to be exact."""
-
-
-_METHODS = {
-    "minibatch-sgd": "Parallel mini-batch SGD: the workers average after every step. What the paper compares with.",
-    "pr-sgd": "Parallel Restarted SGD, also called local SGD: every worker takes as many steps on its own as the "
-    "period says, then all restart from the average of their models.",
-    "pr-sgd-growing": "PR-SGD with rounds that grow while the lr falls (the paper's Algorithm 2).",
-    "pr-sgd-timed": "PR-SGD whose rounds last a fixed time: each worker takes as many steps as fit (Algorithm 3).",
-    "pr-sgd-measured": "PR-SGD whose workers take steps in proportion to their measured speed (Algorithm 3).",
-    "pr-sgd-momentum": "PR-SGD that averages the optimizer's momentum along with the models.",
-    "easgd": "Elastic averaging: workers keep apart, pulled towards a centre that follows their mean.",
-    "slowmo": "PR-SGD whose averages are steps of an outer optimizer with slow momentum.",
-    "diloco": "PR-SGD whose averages are steps of an outer optimizer with Nesterov momentum.",
-    "one-shot": "The workers train on their own to the end, and their models are averaged once.",
-}
 
 
 def title(groups: Sequence[Group]) -> str:
@@ -126,7 +111,9 @@ def commands(groups: Sequence[Group]) -> list[list[str]]:
 
 def _compare(runs: Sequence[Run]) -> list[str]:
     """The line that makes these runs and no others; empty if there is none."""
-    made = [tuple(run.config.get(key) for key in (*_VARIED, "seed")) for run in runs]
+    made = [(run.config["method"], *_varied(run.config), run.config["seed"]) for run in runs]
+    if len({method for method, *_ in made}) > 1 and all(_has_own_period(run.config) for run in runs):
+        made = [(method, None, overlap, seed) for method, _, overlap, seed in made]
     methods, periods, overlaps, seeds = (list(dict.fromkeys(column)) for column in zip(*made))
     without = {method for method, period, _, _ in made if period is None}
     numbers = [period for period in periods if period is not None]
@@ -138,13 +125,29 @@ def _compare(runs: Sequence[Run]) -> list[str]:
     if set(made) != wanted or (len(seeds) == 1 and seeds != [0]):  # one number is how many
         return []
     several = {"method": methods, "period": numbers, "overlap": overlaps}
-    words = {key: " ".join(map(str, values)) or None for key, values in several.items()}
+    words = {key: " ".join(str(v) for v in values if v is not None) or None for key, values in several.items()}
+    if set(methods) == set(METHODS):
+        words["method"] = "all"
     count = len(seeds) if seeds == list(range(len(seeds))) else " ".join(map(str, seeds))
     return ["prsgd compare", *_typed({**runs[0].config, **words}), f"--seeds {count}"]
 
 
+def _varied(config: dict[str, Any]) -> tuple[Any, Any]:
+    """The period, and the overlap if it is not the method's own."""
+    own = METHODS.get(config["method"])
+    overlap = config.get("overlap") or 0
+    return config.get("period"), None if overlap == (own.overlap if own is not None else 0) else overlap
+
+
+def _has_own_period(config: dict[str, Any]) -> bool:
+    own = METHODS.get(config["method"])
+    return own is not None and config.get("period") == own.period
+
+
 def _given(config: dict[str, Any], key: str) -> Any:
     """What was typed; the seconds of a round follow from its period, where it has one."""
+    if key == "overlap":
+        return _varied(config)[1]
     return None if key == "seconds" and config.get("period") is not None else config.get(key)
 
 
@@ -183,7 +186,7 @@ def _compared(groups: Sequence[Group]) -> str:
 def method_words(groups: Sequence[Group]) -> dict[str, str]:
     """What the methods' names mean."""
     used = dict.fromkeys(str(run.config["method"]) for group in groups for run in group.runs)
-    return {name: _METHODS[name] for name in used if name in _METHODS}
+    return {name: METHODS[name].words for name in used if name in METHODS}
 
 
 def _values(runs: Sequence[Run], key: str) -> str:

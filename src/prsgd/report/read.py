@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from prsgd.methods import METHODS, label
 from prsgd.trace import Modelled, Span
 from prsgd.trace import read as read_trace
 
@@ -60,12 +61,8 @@ class Run:
     def label(self) -> str:
         """The method, and its period and overlap if it has them."""
         config = self.config
-        name = str(config["method"])
-        if config.get("period") is not None:
-            name += f" period {config['period']}"
-        elif config.get("seconds") is not None:
-            name += f" {config['seconds']:g} s"
-        return f"{name} overlap {config['overlap']}" if config.get("overlap") else name
+        how = {key: config.get(key) for key in ("period", "seconds", "overlap")}
+        return label(str(config["method"]), **{**how, "overlap": how["overlap"] or 0})
 
     @property
     def last(self) -> Evaluation | None:
@@ -105,7 +102,8 @@ class Run:
     @property
     def uneven(self) -> bool:
         """Did its workers take different numbers of steps?"""
-        return str(self.config["method"]) in ("pr-sgd-timed", "pr-sgd-measured")
+        known = METHODS.get(str(self.config["method"]))
+        return known is not None and known.uneven
 
     @cached_property
     def spans(self) -> list[Span]:

@@ -1,0 +1,281 @@
+"""What every averaging must do: the same in one process and in several, going on after a stop, with one model at the
+end, whatever happens to a worker."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import prsgd
+from prsgd.averaging.base import Setting
+from tests.problems import batch, model, take_step, train_fleet, train_model
+from tests.ranks import run_ranks, try_ranks
+
+cross_entropy = torch.nn.functional.cross_entropy
+
+GATHERED = {
+    "4 bits": prsgd.quantized(4, bucket=16),
+    "1 bit": prsgd.quantized(1, bucket=16),
+    "11 bits": prsgd.quantized(11, bucket=16),
+    "ternary": prsgd.quantized("ternary", bucket=16),
+    "sign": prsgd.quantized("sign", bucket=16),
+    "sparse": prsgd.sparse(0.1),
+}
+ALL = {
+    **GATHERED,
+    "bfloat16": prsgd.mean(dtype=torch.bfloat16),
+    "float16": prsgd.mean("steps", dtype=torch.float16),
+    "ring": prsgd.gossip("ring"),
+    "exponential": prsgd.gossip("exponential"),
+    "complete": prsgd.gossip("complete"),
+    "outer": prsgd.outer(),
+    "elastic": prsgd.elastic(),
+}
+NUM_STEPS = [9, 9, 9]
+
+
+def fresh(name: str) -> Any:
+    return copy.deepcopy(ALL[name])
+
+
+def numbers(local: prsgd.LocalSGD) -> list[Any]:
+    return [(r.round, r.step, r.workers, r.bytes_sent, r.hops, r.samples) for r in local.records]
+
+
+def losses(local: prsgd.LocalSGD) -> list[float]:
+    return [-1.0 if r.loss is None else r.loss for r in local.records]
+
+
+def rank_each(rank: int, function: Any, names: list[str], *args: Any) -> dict[str, Any]:
+    """One after another in the same processes, which take long to start."""
+    return {name: function(rank, name, *args) for name in names}
+
+
+def trained(rank: int, name: str, overlap: int, num_steps: list[int]) -> Any:
+    options: dict[str, Any] = {"schedule": prsgd.every(2), "overlap": overlap, "averaging": fresh(name)}
+    row, local, net = train_model(rank, num_steps[rank], kind="batchnorm", **options)
+    return row, numbers(local), losses(local), list(net.buffers())
+
+
+def hosted_by_two(rank: int, name: str) -> Any:
+    """Three workers over two processes."""
+    comm = prsgd.TorchDistributed(num_workers=3)
+    fleet = prsgd.Fleet(model("batchnorm"), 3, comm=comm)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+    taken = dict.fromkeys(fleet.workers, 0)
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2), averaging=fresh(name)) as local:
+        for _ in range(NUM_STEPS[0]):
+            take_step(fleet, optimizer, local, taken)
+    comm.close()
+    return fleet.rows.clone(), numbers(local)
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_in_process_and_over_gloo_it_is_the_same(overlap: int) -> None:
+    ranks = run_ranks(rank_each, 3, trained, list(ALL), overlap, NUM_STEPS)
+    for name in ALL:
+        check_alike(name, overlap, [found[name] for found in ranks])
+
+
+def check_alike(name: str, overlap: int, ranks: list[Any]) -> None:
+    rows, local, fleet = train_fleet(
+        NUM_STEPS, kind="batchnorm", schedule=prsgd.every(2), overlap=overlap, averaging=fresh(name)
+    )
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[0], rows[2])
+    coarse = 3e-2 if "float16" in name else 1e-10
+    for row, found, logged, buffers in ranks:
+        torch.testing.assert_close(row, rows[0], rtol=0, atol=coarse)
+        if name in GATHERED:  # all add up in the same order, in one process as in several
+            assert torch.equal(row, rows[0])
+        assert found == numbers(local)
+        assert logged == pytest.approx(losses(local), rel=1e-2 if coarse > 1e-3 else 1e-9)
+        for mine, theirs in zip(buffers, fleet.modules[0].buffers(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=coarse, atol=coarse)
+
+
+def test_several_workers_in_each_process() -> None:
+    names = ["4 bits", "sparse", "ring", "bfloat16"]
+    ranks = run_ranks(rank_each, 2, hosted_by_two, names)
+    for rank, name in product(ranks, names):
+        rows, local, _ = train_fleet(NUM_STEPS, kind="batchnorm", schedule=prsgd.every(2), averaging=fresh(name))
+        found, records = rank[name]
+        torch.testing.assert_close(found, rows[: len(found)], rtol=0, atol=3e-2 if name == "bfloat16" else 1e-10)
+        assert records == numbers(local)
+
+
+def stopped(name: str, overlap: int, stop_at: int | None) -> tuple[Tensor, list[Any]]:
+    def build() -> tuple[prsgd.Fleet, torch.optim.Optimizer, prsgd.LocalSGD]:
+        fleet = prsgd.Fleet(model("batchnorm"), 3)
+        optimizer = torch.optim.SGD(fleet.parameters(), lr=0.2, momentum=0.9)
+        return fleet, optimizer, prsgd.LocalSGD(
+            fleet, optimizer, schedule=prsgd.every(3), overlap=overlap, averaging=fresh(name)
+        )  # fmt: skip
+
+    fleet, optimizer, local = build()
+    taken = dict.fromkeys(fleet.workers, 0)
+    records = []
+    local.start()
+    for tick in range(8):
+        if tick == stop_at:
+            saved = pickle.dumps((fleet.state_dict(), optimizer.state_dict(), local.state_dict()))
+            records = list(local.records)
+            fleet, optimizer, local = build()
+            for part, state in zip((fleet, optimizer, local), pickle.loads(saved)):
+                part.load_state_dict(state)
+            local.start()
+        take_step(fleet, optimizer, local, taken)
+    local.finish()
+    done = {r.round: (r.step, r.drift, r.loss, r.samples) for r in [*records, *local.records]}
+    return fleet.rows.clone(), [done[round] for round in sorted(done)]
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("name", ALL)
+def test_a_stopped_run_goes_on_to_the_last_bit(name: str, overlap: int) -> None:
+    rows, records = stopped(name, overlap, None)
+    for stop_at in range(1, 8):
+        again, found = stopped(name, overlap, stop_at)
+        assert torch.equal(again, rows)
+        assert found == records
+
+
+def test_workers_that_keep_apart_end_with_one_mean_after_a_stop_without_an_average() -> None:
+    """The state remembers that they were apart."""
+    for name in ("ring", "elastic"):
+        fleet = prsgd.Fleet(model(), 5)
+        optimizer = torch.optim.SGD(fleet.parameters(), lr=0.2)
+        taken = dict.fromkeys(fleet.workers, 0)
+        local = prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2), averaging=fresh(name)).start()
+        for _ in range(2):
+            take_step(fleet, optimizer, local, taken)
+        again = prsgd.Fleet(model(), 5)
+        again.load_state_dict(fleet.state_dict())
+        other = torch.optim.SGD(again.parameters(), lr=0.2)
+        resumed = prsgd.LocalSGD(again, other, schedule=prsgd.every(2), averaging=fresh(name))
+        resumed.load_state_dict(local.state_dict())
+        mean = again.rows.mean(dim=0)
+        with resumed:
+            assert not torch.equal(again.rows[0], again.rows[1])
+        assert torch.equal(again.rows[0], again.rows[1])
+        torch.testing.assert_close(again.rows[0], mean, rtol=0, atol=1e-14)
+
+
+def test_workers_that_run_out_of_data_answer() -> None:
+    names = [*GATHERED, "bfloat16"]
+    ranks = run_ranks(rank_each, 3, trained, names, 0, [3, 5, 8])
+    for rank, name in product(ranks, names):
+        rows, local, _ = train_fleet([3, 5, 8], kind="batchnorm", schedule=prsgd.every(2), averaging=fresh(name))
+        row, records, *_ = rank[name]
+        assert torch.equal(row, ranks[0][name][0])
+        torch.testing.assert_close(row, rows[0], rtol=0, atol=3e-2 if name == "bfloat16" else 1e-10)
+        assert [r[2] for r in records] == [r.workers for r in local.records]
+
+
+def evaluated(rank: int, name: str, num_steps: list[int]) -> Any:
+    net = model("batchnorm")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    found = []
+    with prsgd.LocalSGD(
+        net, optimizer, schedule=prsgd.every(2), averaging=fresh(name), timeout_seconds=20, done_timeout_seconds=20
+    ) as local:
+        for step in range(num_steps[rank]):
+            x, y = batch(rank, step)
+            optimizer.zero_grad()
+            cross_entropy(net(x), y).backward()
+            optimizer.step()
+            if step % 4 == 2 and (step > 4 or len(set(num_steps)) == 1):
+                own = torch.cat([p.detach().flatten() for p in net.parameters()])
+                with local.consensus() as averaged:
+                    mean = torch.cat([p.detach().flatten() for p in averaged.parameters()])
+                found.append((own, mean))
+                assert torch.equal(own, torch.cat([p.detach().flatten() for p in net.parameters()]))
+    return found
+
+
+def test_a_consensus_is_exact() -> None:
+    ranks = run_ranks(rank_each, 3, evaluated, list(ALL), [8, 8, 8])
+    for name in ALL:
+        times = list(zip(*(rank[name] for rank in ranks), strict=True))
+        assert len(times) == 2
+        for pairs in times:
+            exact = torch.stack([own for own, _ in pairs]).mean(dim=0)
+            for _, mean in pairs:
+                torch.testing.assert_close(mean, exact, rtol=0, atol=1e-14)
+
+
+def test_those_that_are_done_answer_a_consensus() -> None:
+    names = ["4 bits", "sparse", "bfloat16"]
+    ranks = run_ranks(rank_each, 3, evaluated, names, [2, 8, 8])
+    for name in names:
+        found = [rank[name] for rank in ranks]
+        assert [len(f) for f in found] == [0, 1, 1]
+        assert torch.equal(found[1][0][1], found[2][0][1])
+
+
+def rank_splits(rank: int, name: str) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), averaging=fresh(name), timeout_seconds=20) as local:
+        for step in range(6):
+            x, y = batch(rank, step)
+            optimizer.zero_grad()
+            cross_entropy(net(x), y).backward()
+            if step == 3 and rank == 1:
+                with local.consensus():
+                    pass
+            optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["4 bits", "bfloat16", "ring"])
+def test_a_consensus_that_not_all_call_fails_on_all(name: str) -> None:
+    outcomes = try_ranks(rank_splits, 3, name)
+    assert all(kind == "error" for kind, _ in outcomes), outcomes
+    assert any("MismatchError" in text and "consensus()" in text for _, text in outcomes)
+
+
+def with_nan(rank: int, name: str) -> Any:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), averaging=fresh(name)) as local:
+            for step in range(8):
+                x, y = batch(rank, step)
+                optimizer.zero_grad()
+                cross_entropy(net(x), y).backward()
+                if rank == 1 and step == 3:
+                    next(net.parameters()).data.fill_(float("nan"))
+                optimizer.step()
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), [r.bad_workers for r in local.records]
+
+
+def test_a_model_that_is_not_finite_is_replaced() -> None:
+    names = ["4 bits", "sign", "sparse", "bfloat16", "ring", "elastic", "outer"]
+    ranks = run_ranks(rank_each, 3, with_nan, names)
+    for rank, name in product(ranks, names):
+        row, bad = rank[name]
+        assert torch.equal(row, ranks[0][name][0])
+        assert bool(row.isfinite().all())
+        assert bad == [0, 1, 0, 0]
+
+
+def test_what_cannot_work_says_why() -> None:
+    for averaging in (prsgd.quantized(4), prsgd.sparse(0.1)):
+        with pytest.raises(ValueError, match=r"\(\) cannot carry the optimizer's state: use optimizer_state="):
+            averaging.check(Setting(4, optimizer_state="average"))
+    with pytest.raises(ValueError, match=r"gossip\(\) cannot average the optimizer state"):
+        prsgd.gossip().check(Setting(4, optimizer_state="average"))
+    fleet = prsgd.Fleet(model(), 3)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="needs every worker's speed, and with gossip"):
+        prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.measured(4), averaging=prsgd.gossip())
+    with pytest.raises(ValueError, match="overlap"):
+        prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(1), averaging=prsgd.gossip(), overlap=2)
