@@ -97,7 +97,7 @@ def predicted(cluster: Cluster, period: int, overlap: int, bytes_sent: int) -> f
                     clock.closed(i)
                 clock.launched([])
             if t == period:
-                clock.arrived(round=number, bytes_sent=bytes_sent, server_bytes_sent=0, flight_seconds=0.0)
+                clock.arrived(round=number, bytes_sent=bytes_sent, server_bytes_sent=0, hops=0, flight_seconds=0.0)
                 for i in everyone:
                     clock.landed(i, number)
         ends.append(max(clock(i) for i in everyone))

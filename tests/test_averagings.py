@@ -128,8 +128,10 @@ def stopped(name: str, overlap: int, stop_at: int | None) -> tuple[Tensor, list[
             saved = pickle.dumps((fleet.state_dict(), optimizer.state_dict(), local.state_dict()))
             records = list(local.records)
             fleet, optimizer, local = build()
-            for part, state in zip((fleet, optimizer, local), pickle.loads(saved)):
-                part.load_state_dict(state)
+            fleet_state, optimizer_state, local_state = pickle.loads(saved)
+            fleet.load_state_dict(fleet_state)
+            optimizer.load_state_dict(optimizer_state)
+            local.load_state_dict(local_state)
             local.start()
         take_step(fleet, optimizer, local, taken)
     local.finish()

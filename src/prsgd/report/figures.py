@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prsgd.report.curves import Chart, Curve, charts
+from prsgd.report.places import Place, places
 from prsgd.report.series import Group
 from prsgd.report.timeline import draw as draw_timelines
 from prsgd.report.timeline import draw_shares
@@ -54,7 +55,9 @@ _STYLE: dict[str, Any] = {
 def draw(groups: Sequence[Group], folder: Path) -> list[Path]:
     """figures/NAME.png and .svg in ``folder`` for each figure that there are numbers for; returns their paths."""
     made: dict[str, Callable[[], Figure]] = {chart.key: partial(_chart, chart) for chart in charts(groups)}
-    split, drawn, named = first_split(groups), timelines(groups), time_shares(groups)
+    split, drawn, named, placed = first_split(groups), timelines(groups), time_shares(groups), places(groups)
+    if placed:
+        made["methods"] = lambda: _places(placed)
     if split is not None:
         made["split"] = lambda: _bars(split)
     if drawn:
@@ -153,6 +156,41 @@ def _chart(chart: Chart) -> Figure:
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
     figure.legend(loc="outside lower center", ncols=columns, handlelength=2.4, columnspacing=1.2, borderaxespad=0.2)
+    return figure
+
+
+def _places(found: Sequence[Place]) -> Figure:
+    """A panel for each cost, all with the same scale of quality."""
+    from matplotlib.figure import Figure
+
+    costs: list[tuple[str, Callable[[Place], float]]] = [
+        ("MB sent by each worker", lambda place: place.megabytes),
+        ("rounds", lambda place: place.rounds),
+        *((f"modelled seconds on {name}", lambda place, name=name: place.seconds[name]) for name in found[0].seconds),
+    ]
+    columns = 2
+    rows = -(-len(costs) // columns)
+    figure = Figure(figsize=(7.0, 0.9 + 2.1 * rows + 0.16 * -(-len(found) // 4)), layout="constrained")
+    panels = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
+    for axes, (label, cost) in zip(panels, costs):
+        for place in found:
+            axes.errorbar(
+                cost(place),
+                place.score.mean,
+                yerr=place.score.spread,
+                color=COLOURS[place.style % len(COLOURS)],
+                marker=_MARKERS[place.style % len(_MARKERS)],
+                markersize=5,
+                elinewidth=0.7,
+                linestyle="none",
+                label=place.name if axes is panels[0] else None,
+            )
+        axes.set_xscale("log")
+        _log_ticks(axes.xaxis, *axes.get_xlim())
+        axes.set_xlabel(label)
+    for row in range(rows):
+        panels[row * columns].set_ylabel(found[0].quality)
+    figure.legend(loc="outside lower center", ncols=4, handletextpad=0.3, columnspacing=1.2)
     return figure
 
 

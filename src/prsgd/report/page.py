@@ -13,6 +13,7 @@ from typing import Any
 from prsgd.report import about
 from prsgd.report.curves import Chart, charts
 from prsgd.report.figures import class_colours, draw, first_split, is_light
+from prsgd.report.places import places
 from prsgd.report.read import read
 from prsgd.report.series import Group, group, rows
 from prsgd.report.table import row_cells, write_csv
@@ -82,6 +83,7 @@ def _render(groups: Sequence[Group], out: Path) -> str:
         sentences=about.what_was_run(groups),
         unfinished=[one for one in groups if one.state],
         charts=[figure_of(chart, out, *_CAPTIONS[chart.key]) for chart in found],
+        places=_static("methods", out) if places(groups) else None,
         timeline=_static("timeline", out) if timelines(groups) else None,
         idle=_static("idle", out) if time_shares(groups) else None,
         split=None if split is None else _static("split", out),

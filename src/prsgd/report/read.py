@@ -29,6 +29,9 @@ class Average:
     modelled: Modelled | None = None
     samples: int = 0
     """Of all workers, in its round."""
+    server_bytes_sent: int = 0
+    hops: int = 0
+    overlap: int = 0
 
 
 @dataclass(frozen=True)
@@ -232,6 +235,7 @@ def _add(text: bytes, averages: list[Average], evaluations: list[Evaluation]) ->
                 drift=_maybe(line, "drift"),
                 modelled=_modelled(line.get("modelled")),
                 samples=int(_maybe(line, "samples") or 0),
+                **{key: int(_maybe(line, key) or 0) for key in ("server_bytes_sent", "hops", "overlap")},
             )
         )
     elif kind == "evaluation":

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from prsgd.methods import METHODS
 from prsgd.report.read import Run
 
 _TELLING = (
@@ -113,9 +114,10 @@ def differing(runs: Iterable[Run]) -> list[str]:
 
 
 def order(run: Run) -> tuple[int, str, int, int, int]:
-    """Those that average most come first."""
+    """As in the table of methods; those that average most come first."""
     config = run.config
-    rank = {"minibatch-sgd": 0, "one-shot": 2}.get(str(config["method"]), 1)
+    known = list(METHODS)
+    rank = known.index(config["method"]) if config["method"] in METHODS else len(known)
     return rank, str(config["method"]), config.get("period") or 0, config.get("overlap") or 0, config["seed"]
 
 
@@ -127,8 +129,9 @@ def _refuse_twins(runs: Sequence[Run]) -> None:
 
 
 def baseline(groups: Iterable[Group]) -> Group | None:
-    """The finished one that communicated most."""
+    """What the others are measured by: mini-batch SGD if it is finished, or else the one that communicated most."""
     done = [group for group in groups if group.finished]
+    done = [group for group in done if group.runs[0].config["method"] == "minibatch-sgd"] or done
     return max(done, key=lambda group: (fmean(run.bytes_sent for run in group.counted), _rounds(group)), default=None)
 
 

@@ -1,0 +1,77 @@
+"""Where each method lands: how good the model was at the end, against what it cost in bytes, rounds and seconds.
+
+Where workers are equally fast, a run's path does not depend on the cluster, only its time does: so one run is placed on
+several, from its own records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from prsgd import cluster as clusters
+from prsgd.report.read import Run
+from prsgd.report.series import Group, Measured, measured
+
+CLUSTERS = ("lan-1g", "wan")
+LEAST_METHODS = 3
+"""From how many on they are placed."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One group's."""
+
+    name: str
+    style: int
+    quality: str
+    """What the score is."""
+    score: Measured
+    megabytes: float
+    rounds: float
+    seconds: dict[str, float]
+    """By cluster; empty where the workers' speeds matter."""
+
+
+def places(groups: Sequence[Group]) -> list[Place]:
+    """Of all finished groups, if they differ in method enough."""
+    done = [(style, group) for style, group in enumerate(groups) if group.finished]
+    if len({run.config["method"] for _, group in done for run in group.runs}) < LEAST_METHODS:
+        return []
+    comparable = all(_equally_fast(run) for _, group in done for run in group.counted)
+    found = []
+    for style, group in done:
+        lasts = [run.last for run in group.counted if run.last is not None]
+        accuracies = [100 * last.test_accuracy for last in lasts if last.test_accuracy is not None]
+        score = measured(accuracies or [last.train_loss for last in lasts])
+        assert score is not None, "it is finished"
+        seconds = {name: fmean(seconds_on(run, name) for run in group.counted) for name in CLUSTERS if comparable}
+        megabytes = fmean(run.bytes_sent for run in group.counted) / 1e6
+        rounds = fmean(len(run.averages) for run in group.counted)
+        quality = "test accuracy (%)" if accuracies else "training loss"
+        found.append(Place(group.name, style, quality, score, megabytes, rounds, seconds))
+    return found
+
+
+def seconds_on(run: Run, name: str) -> float:
+    """What the run would have taken on a cluster whose workers are all alike: computing, and averages not hidden."""
+    cluster = clusters.load(name, int(run.config["workers"]))
+    seconds, step = 0.0, 0
+    for average in run.averages:
+        flight = cluster.average_seconds(average.bytes_sent, average.server_bytes_sent, average.hops)
+        computing = (average.step - step) * cluster.step_seconds
+        seconds += computing + max(0.0, flight - average.overlap * cluster.step_seconds) + cluster.copy_seconds
+        step = average.step
+    return seconds
+
+
+def _equally_fast(run: Run) -> bool:
+    """In the run as it was, so that it would have gone the same way on another such cluster."""
+    name = run.config.get("cluster")
+    if name is None:
+        return True
+    if name not in clusters.PRESETS:
+        return False
+    cluster = clusters.load(name, int(run.config["workers"]))
+    return len(set(cluster.speeds)) == 1 and not cluster.jitter
