@@ -94,7 +94,7 @@ def test_weights_by_samples_without_samples() -> None:
     net = model()
     optimizer = sgd(net)
     with (
-        pytest.raises(ValueError, match=r'mean\(weights="samples"\) needs local.log\(samples=...\)'),
+        pytest.raises(ValueError, match=r'weights="samples" needs local.log\(samples=...\)'),
         prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(1), averaging=prsgd.mean("samples")),
     ):
         step(net, optimizer)
