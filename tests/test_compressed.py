@@ -68,9 +68,8 @@ def test_quantizers_are_right_on_average(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 31, 32, 1000])
 def test_declared_bytes_are_the_bytes(name: str, dtype: torch.dtype, size: int) -> None:
-    one: Gathered = {"sign": prsgd.quantized("sign", bucket=32), "sparse": prsgd.sparse(0.05)}.get(name) or QUANTIZERS[
-        name
-    ]  # type: ignore[assignment]
+    others = {"sign": prsgd.quantized("sign", bucket=32), "sparse": prsgd.sparse(0.05)}
+    one: Gathered = {**QUANTIZERS, **others}[name]
     encoded = one.encode(random(size, dtype=dtype), 3)
     assert encoded.dtype == torch.uint8
     assert len(encoded) == one.num_bytes(size, dtype)

@@ -219,18 +219,21 @@ def test_a_worker_without_finite_neighbours_is_reached_later() -> None:
     fleet = prsgd.Fleet(model(), 6)
     optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
     finite = []
-    with (
-        pytest.warns(RuntimeWarning, match="was not finite"),
-        prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(1), averaging=prsgd.gossip("ring")) as local,
-    ):
-        for step in range(4):
-            pairs = [batch(i, step) for i in range(6)]
-            optimizer.zero_grad()
-            fleet.backward(nn.functional.cross_entropy, [a for a, _ in pairs], [b for _, b in pairs])
-            if step == 1:
-                fleet.rows[1:4] = float("nan")
-            optimizer.step()
-            finite.append([bool(row.isfinite().all()) for row in fleet.rows])
+    local = prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(1), averaging=prsgd.gossip("ring"))
+
+    def train() -> None:
+        with local:
+            for step in range(4):
+                pairs = [batch(i, step) for i in range(6)]
+                optimizer.zero_grad()
+                fleet.backward(nn.functional.cross_entropy, [a for a, _ in pairs], [b for _, b in pairs])
+                if step == 1:
+                    fleet.rows[1:4] = float("nan")
+                optimizer.step()
+                finite.append([bool(row.isfinite().all()) for row in fleet.rows])
+
+    with pytest.warns(RuntimeWarning, match="was not finite"):
+        train()
     assert finite == [[True] * 6, [True, True, False, True, True, True], [True] * 6, [True] * 6]
     assert [r.bad_workers for r in local.records] == [0, 3, 1, 0]
     assert bool(fleet.rows.isfinite().all())
