@@ -22,6 +22,9 @@ from prsgd.averaging.changes import Gathered, Memory
 from prsgd.averaging.packing import pack, packed_bytes, unpack
 from prsgd.averaging.summed import check_weights
 
+CACHED = 1 << 18
+"""Numbers that fit into a core's cache, roughly."""
+
 
 @dataclass(frozen=True)
 class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
@@ -62,54 +65,75 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
         return int(max(2, 2**self.bits - 1))
 
     def num_bytes(self, num_values: int, dtype: torch.dtype = torch.float32) -> int:
-        return packed_bytes(num_values, self.levels) + self._num_buckets(num_values) * int(dtype.itemsize)
+        return self._packed_bytes(num_values) + -(-num_values // self.bucket) * int(dtype.itemsize)
 
     def encode(self, change: Tensor, worker: int = 0) -> Tensor:
-        buckets = self._buckets(change)
-        if self.bits == "sign":
-            scales = buckets.abs().sum(dim=1) / self._sizes(change)
-            codes = buckets >= 0
-        else:
-            scales = buckets.abs().amax(dim=1)
-            half = (self.levels - 1) / 2
-            factors = torch.where(scales >= torch.finfo(change.dtype).tiny, half / scales, 0.0)
-            noise = torch.rand(buckets.shape, generator=self._generator(worker, change), dtype=change.dtype,
-                               device=change.device)  # fmt: skip
-            noise.add_(half).addcmul_(buckets, factors.unsqueeze(1))
-            codes = noise.floor_().clamp_(0, self.levels - 1).to(torch.int32 if self.levels > 256 else torch.uint8)
-        packed = pack(codes.view(-1)[: len(change)], self.levels)
-        return torch.cat([packed, scales.to(change.dtype).view(torch.uint8)])
+        encoded = torch.empty(self.num_bytes(len(change), change.dtype), dtype=torch.uint8, device=change.device)
+        generator = None if self.bits == "sign" else self._generator(worker, change)
+        packed, scales = self._split(encoded, change)
+        found, at = torch.empty_like(scales), 0
+        for values, place in zip(change.split(self._run), found.split(self._run // self.bucket)):
+            codes = self._codes(self._buckets(values), len(values), place, generator)
+            part = pack(codes.view(-1)[: len(values)], self.levels)
+            packed[at : at + len(part)] = part
+            at += len(part)
+        encoded[at:] = found.view(torch.uint8)
+        return encoded
 
     def add(self, encoded: Tensor, total: Tensor, weight: float = 1.0) -> None:
-        num_values = len(total)
-        width = packed_bytes(num_values, self.levels)
-        codes = unpack(encoded[:width], self.levels, num_values)
+        half, at = (self.levels - 1) / 2, 0
+        packed, scales = self._split(encoded, total)
+        for inside, steps in zip(total.split(self._run), (scales * (weight / half)).split(self._run // self.bucket)):
+            width = packed_bytes(len(inside), self.levels)
+            values = unpack(packed[at : at + width], self.levels, len(inside)).to(total.dtype).sub_(half)
+            at += width
+            whole = len(inside) // self.bucket
+            size = whole * self.bucket
+            inside[:size].view(whole, self.bucket).addcmul_(
+                values[:size].view(whole, self.bucket), steps[:whole].unsqueeze(1)
+            )
+            if size < len(inside):
+                inside[size:].addcmul_(values[size:], steps[-1])
+
+    @property
+    def _run(self) -> int:
+        """So many numbers at a time: whole buckets and whole bytes, and few enough to stay in a core's cache."""
+        whole = 40 * self.bucket
+        return whole * max(1, CACHED // whole)
+
+    def _packed_bytes(self, num_values: int) -> int:
+        runs, rest = divmod(num_values, self._run)
+        return runs * packed_bytes(self._run, self.levels) + packed_bytes(rest, self.levels)
+
+    def _split(self, encoded: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        width = self._packed_bytes(len(like))
+        return encoded[:width], encoded[width:].clone().view(like.dtype)
+
+    def _codes(self, buckets: Tensor, count: int, scales: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The levels of a run of ``count`` numbers, whose scales are written to ``scales``."""
+        if generator is None:  # signs
+            sizes = scales.new_full((len(buckets),), self.bucket)
+            sizes[-1] -= buckets.numel() - count
+            torch.div(buckets.abs().sum(dim=1), sizes, out=scales)
+            return buckets >= 0
+        torch.amax(buckets.abs(), dim=1, out=scales)
         half = (self.levels - 1) / 2
-        steps = encoded[width:].clone().view(total.dtype) * (weight / half)
-        values = codes.to(total.dtype).sub_(half)
-        whole = num_values // self.bucket * self.bucket
-        if whole:
-            inside = total[:whole].view(-1, self.bucket)
-            inside.addcmul_(values[:whole].view(-1, self.bucket), steps[: whole // self.bucket].unsqueeze(1))
-        if whole < num_values:
-            total[whole:].addcmul_(values[whole:], steps[-1])
+        factors = torch.where(scales >= torch.finfo(scales.dtype).tiny, half / scales, 0.0)
+        places = _noise(buckets, generator).add_(half).addcmul_(buckets, factors.unsqueeze(1)).floor_()
+        return places.clamp_(0, self.levels - 1).to(torch.int32 if self.levels > 256 else torch.uint8)
 
-    def _num_buckets(self, num_values: int) -> int:
-        return -(-num_values // self.bucket)
-
-    def _buckets(self, change: Tensor) -> Tensor:
+    def _buckets(self, values: Tensor) -> Tensor:
         """(buckets, bucket), the last one filled up with zeros."""
-        missing = self._num_buckets(len(change)) * self.bucket - len(change)
-        padded = torch.cat([change, change.new_zeros(missing)]) if missing else change
-        return padded.view(-1, self.bucket)
-
-    def _sizes(self, change: Tensor) -> Tensor:
-        """How many numbers each bucket has."""
-        num_buckets = self._num_buckets(len(change))
-        sizes = change.new_full((num_buckets,), self.bucket)
-        sizes[-1] -= num_buckets * self.bucket - len(change)
-        return sizes
+        missing = -len(values) % self.bucket
+        return (torch.cat([values, values.new_zeros(missing)]) if missing else values).view(-1, self.bucket)
 
     def _generator(self, worker: int, change: Tensor) -> torch.Generator:
         seed = np.random.SeedSequence((self.seed, worker, self._memory.averages)).generate_state(1, np.uint64)[0]
         return torch.Generator(change.device).manual_seed(int(seed) >> 1)
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Between 0 and 1, the mean of each 1/2: 65,536 values suffice, and four of them come with one draw."""
+    draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+    draws.random_(-(2**63), None, generator=generator)
+    return draws.view(torch.int16)[: like.numel()].view_as(like).to(like.dtype).add_(32768.5).div_(65536)
