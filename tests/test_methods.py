@@ -1,0 +1,210 @@
+"""The table of methods: every row can be trained, a new one needs nothing else, and what cannot work says why."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import prsgd
+from prsgd import methods
+from prsgd.cli import main
+from prsgd.cli.compare import variants
+from prsgd.comm.base import Then
+from prsgd.config import Config
+from prsgd.experiment import run
+from prsgd.methods import METHODS, Method, Parts
+from prsgd.report.places import places, seconds_on
+from prsgd.report.read import read
+from prsgd.report.series import baseline, group
+from tests.test_report import make_run
+
+ROOT = Path(__file__).parents[1]
+QUICK = ["--workers", "4", "--epochs", "1", "--batch-size", "32"]
+
+
+def test_reading_the_table_needs_no_torch() -> None:
+    code = "import sys; from prsgd.methods import METHODS; from prsgd.report import page; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_the_table_is_complete() -> None:
+    wanted = {
+        "minibatch-sgd", "pr-sgd", "pr-sgd-growing", "pr-sgd-timed", "pr-sgd-measured", "pr-sgd-momentum", "one-shot",
+        "d-psgd", "qsgd", "terngrad", "sign-sgd", "top-k", "easgd", "slowmo", "diloco",
+    }  # fmt: skip
+    assert set(METHODS) == wanted
+    readme = (ROOT / "README.md").read_text()
+    for name, method in METHODS.items():
+        assert f"| `{name}` |" in readme
+        assert method.words.endswith(".")
+
+
+def test_parts() -> None:
+    shown = {name: str(method.build(methods.Settings(period=method.period or 1))) for name, method in METHODS.items()}
+    assert shown["d-psgd"] == "every(1) + gossip(graph='ring')"
+    assert shown["qsgd"] == "every(1) + quantized(bits=4, bucket=512)"
+    assert shown["pr-sgd-momentum"] == 'every(8) + mean(), optimizer_state="average"'
+
+
+def test_methods_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods"]) == 0
+    text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for name, method in METHODS.items():
+        assert f"{name}  ({method.reference})" in text
+    assert "spectral gap 0.195 with 8 workers" in text
+    assert main(["methods", "d-psgd", "--workers", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["d-psgd"]["overlap"] == 1
+    for args in (["methods", "d-psg"], ["methods", "d-psgd", "--workers", "1"]):
+        with pytest.raises(SystemExit) as error:
+            main(args)
+        assert error.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "d-psgd", "workers": 1}, r'method d-psgd: gossip\("ring"\) needs at least 2 workers, got 1'),
+        ({"method": "d-psgd", "overlap": 2}, "overlap must be"),
+        ({"method": "easgd", "weights": "steps"}, "method easgd counts all workers alike, got weights steps"),
+        ({"method": "d-psgd", "weights": "steps"}, "method d-psgd counts all workers alike"),
+        ({"method": "pr-sgd-momentum", "overlap": 2}, "overlap must be 0 or 1 with method pr-sgd-momentum, got 2"),
+        ({"method": "qsdg"}, "did you mean 'qsgd'"),
+        ({"method": "pr-sgd-timed"}, "needs to know how long a round lasts"),
+    ],
+)
+def test_what_cannot_work_says_why(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config(**given).resolve()
+
+
+def test_all_is_every_method() -> None:
+    found = variants({"method": ["all"], "cluster": "lan-1g", "seeds": [1]})
+    assert [c.method for c in found] == list(METHODS)
+    assert {c.method: (c.period, c.overlap) for c in found}["d-psgd"] == (1, 1)
+    assert {c.method: c.label for c in found}["top-k"] == "top-k"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_seconds_on_another_cluster_are_those_of_its_clock(name: str, tmp_path: Path) -> None:
+    """What the report reckons from a run on lan-1g is what the clock says of a run on wan."""
+    times = {}
+    for cluster in ("lan-1g", "wan"):
+        config = Config(method=name, workers=4, steps=20, cluster=cluster).resolve()
+        (tmp_path / cluster).mkdir()
+        (tmp_path / cluster / "config.json").write_text(config.to_json())
+        run(config, tmp_path / cluster)
+        (times[cluster],) = read([tmp_path / cluster])
+    for made, asked in (("lan-1g", "lan-1g"), ("lan-1g", "wan"), ("wan", "lan-1g")):
+        last = times[asked].last
+        assert last is not None
+        assert last.modelled_seconds is not None
+        assert seconds_on(times[made], asked) == pytest.approx(last.modelled_seconds, rel=1e-6)
+
+
+def test_every_method_runs_in_two_processes(tmp_path: Path) -> None:
+    """As in one: the same accuracy to a point, the same bytes."""
+    for name in ("d-psgd", "top-k"):
+        found = []
+        for processes in ("1", "2"):
+            args = [
+                "train",
+                "--method",
+                name,
+                "--processes",
+                processes,
+                *QUICK,
+                "--out",
+                str(tmp_path / name / processes),
+            ]
+            done = subprocess.run(
+                [sys.executable, "-m", "prsgd", *args], capture_output=True, text=True, timeout=100, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            found += read([tmp_path / name / processes])
+        one, two = found
+        assert [(a.round, a.step, a.bytes_sent) for a in one.averages] == [
+            (a.round, a.step, a.bytes_sent) for a in two.averages
+        ]
+        assert one.last is not None
+        assert two.last is not None
+        assert one.last.train_loss == pytest.approx(two.last.train_loss, rel=1e-4)
+
+
+# A new method: this class would be a file in averaging/, and its row a row of the table.
+
+
+@dataclass(frozen=True)
+class halfway(prsgd.Averaging):
+    """Move half of the way to the mean."""
+
+    def launch(self, comm: prsgd.Communicator, snap: Tensor, header: prsgd.Header) -> prsgd.Work[prsgd.Landing]:
+        own = snap.clone()
+
+        def half(landing: prsgd.Landing) -> prsgd.Landing:
+            target = None if landing.target is None else torch.lerp(own, landing.target, 0.5)
+            return prsgd.Landing(target, landing.header, landing.bytes_sent, mean=landing.target)
+
+        return Then(prsgd.mean().launch(comm, snap, header), half)
+
+    def final(self, comm: prsgd.Communicator, snap: Tensor, header: prsgd.Header) -> prsgd.Landing:
+        return prsgd.mean().final(comm, snap, header)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def test_a_new_method_is_a_file_and_a_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = Method("Workers move half of the way to the mean.", "nobody", lambda _: Parts(prsgd.every(4), halfway()))
+    monkeypatch.setitem(METHODS, "halfway", row)
+    assert main(["methods", "halfway"]) == 0
+    assert "every(4) + halfway()" in capsys.readouterr().out
+    for method in ("halfway", "pr-sgd", "minibatch-sgd"):
+        assert main(["train", "--method", method, *QUICK, "--out", str(tmp_path / method)]) == 0
+    assert main(["report", *(str(tmp_path / m) for m in ("halfway", "pr-sgd", "minibatch-sgd"))]) == 0
+    page = (tmp_path / "halfway" / "report.html").read_text()
+    assert "Workers move half of the way to the mean." in page
+    assert "Where each method lands" in page
+    assert (tmp_path / "halfway" / "figures" / "methods.png").stat().st_size > 10_000
+
+
+# The report's figure of methods
+
+
+def test_places(tmp_path: Path) -> None:
+    for seed, name in ((s, n) for s in (0, 1) for n in ("minibatch-sgd", "d-psgd", "pr-sgd")):
+        period = 4 if name == "pr-sgd" else 1 if name == "d-psgd" else None
+        make_run(
+            tmp_path / f"{name}-{seed}", method=name, period=period, seed=seed, accuracies=(0.1, 0.8, 0.9 + seed / 100)
+        )
+    found = {place.name: place for place in places(group(read([tmp_path])))}
+    assert list(found) == ["minibatch-sgd", "pr-sgd period 4", "d-psgd overlap 0"]
+    assert found["pr-sgd period 4"].score.mean == pytest.approx(90.5)
+    assert set(found["pr-sgd period 4"].seconds) == {"lan-1g", "wan"}
+    assert found["pr-sgd period 4"].seconds["wan"] < found["minibatch-sgd"].seconds["wan"]
+    base = baseline(group(read([tmp_path])))
+    assert base is not None
+    assert base.name == "minibatch-sgd"
+
+
+def test_places_without_seconds_where_speeds_matter(tmp_path: Path) -> None:
+    for name in ("minibatch-sgd", "easgd", "pr-sgd"):
+        make_run(tmp_path / name, method=name, period=None if name == "minibatch-sgd" else 4, cluster="mixed")
+    assert [place.seconds for place in places(group(read([tmp_path])))] == [{}, {}, {}]
+    assert places(group(read([tmp_path / "easgd", tmp_path / "pr-sgd"]))) == []
