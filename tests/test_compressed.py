@@ -148,6 +148,31 @@ def test_signs_by_hand() -> None:
     assert averaging.state_dict()["residuals"].tolist() == [[2.0, -2.0], [-3.0, 3.0]]
 
 
+@pytest.mark.parametrize(("bits", "unit"), [(4, 1.0), ("ternary", 7.0), (2, 7.0)], ids=["4 bits", "ternary", "2 bits"])
+def test_levels_walk_by_hand(bits: int | str, unit: float) -> None:
+    """Changes that lie on levels need no coin: 4 bits have -7 ... 7 sevenths of the largest, three levels -1, 0, 1."""
+    averaging = prsgd.quantized(bits)
+    averaging.start(torch.zeros(3, dtype=torch.float64))
+    comm = prsgd.InProcess(2)
+    first = torch.tensor([[7.0, unit * (bits == 4), -7.0], [0.0, 7.0, 7.0]], dtype=torch.float64)
+    landing = averaging.launch(comm, first, make_header(2)).wait()
+    assert landing.target is not None
+    assert landing.target.tolist() == [3.5, 3.5 + (0.5 if bits == 4 else 0.0), 0.0]
+    # From there: worker 0 by (14, -14, 0), worker 1 by (-14, 0, 14).
+    second = landing.target + torch.tensor([[14.0, -14.0, 0.0], [-14.0, 0.0, 14.0]], dtype=torch.float64)
+    landing = averaging.launch(comm, second, make_header(2)).wait()
+    assert landing.target is not None
+    assert landing.target.tolist() == [3.5, -3.5 + (0.5 if bits == 4 else 0.0), 7.0]
+
+
+def test_one_scale_for_all() -> None:
+    """A bucket larger than the model is the model."""
+    values = random(1000)
+    huge, whole = prsgd.quantized(4, bucket=10**9), prsgd.quantized(4, bucket=1000)
+    assert huge.num_bytes(1000) == 500 + 4
+    assert torch.equal(huge.encode(values), whole.encode(values))
+
+
 def test_the_largest_by_hand() -> None:
     averaging = prsgd.sparse(0.5)
     averaging.start(torch.zeros(4, dtype=torch.float64))
@@ -224,6 +249,7 @@ def test_rounding_follows_the_seed() -> None:
     [
         (prsgd.quantized(4), lambda p: p * 4 / 8 + p / 512 * 4),
         (prsgd.quantized(8), lambda p: p + p / 512 * 4),
+        (prsgd.quantized(2), lambda p: p * 1.6 / 8 + p / 512 * 4),
         (prsgd.quantized(3), lambda p: p * 3 / 8 + p / 512 * 4),
         (prsgd.quantized("ternary"), lambda p: p * 1.6 / 8 + p / 512 * 4),
         (prsgd.quantized("sign"), lambda p: p / 8 + p / 512 * 4),
@@ -247,6 +273,8 @@ def test_bad_input() -> None:
     for bits in (0, 17, -1, 2.5, True, None):
         with pytest.raises(ValueError, match='bits must be a whole number from 1 to 16, "ternary" or "sign", got'):
             prsgd.quantized(bits)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='bits must be a whole number from 1 to 16, "ternary" or "sign", got'):
+        prsgd.quantized("4")
     with pytest.raises(ValueError, match="did you mean 'ternary'"):
         prsgd.quantized("tenary")
     with pytest.raises(ValueError, match="bucket must be"):

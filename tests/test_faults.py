@@ -406,7 +406,11 @@ def rank_differs(rank: int, what: str) -> str:
         ),
         ("frozen", "worker 2 has parameter '1.weight' [2, 4] float32 frozen, worker 0 has parameter '1.weight' [2, 4]"),
         ("more", "worker 2 has parameter '2.weight' [2, 2] float32, worker 0 has optimizer_state 'keep'"),
-        ("averaging", "worker 2 has averaging mean(weights='steps'), worker 0 has averaging mean(weights='uniform')"),
+        (
+            "averaging",
+            "worker 2 has averaging mean(weights='steps', dtype=None), "
+            "worker 0 has averaging mean(weights='uniform', dtype=None)",
+        ),
         ("overlap", "worker 2 has optimizer_state 'keep', overlap 1, sums in float32, worker 0 has"),
     ],
 )

@@ -113,7 +113,7 @@ def test_seconds_on_another_cluster_are_those_of_its_clock(name: str, tmp_path: 
         assert seconds_on(times[made], asked) == pytest.approx(last.modelled_seconds, rel=1e-6)
 
 
-def test_every_method_runs_in_two_processes(tmp_path: Path) -> None:
+def test_methods_without_an_all_reduce_in_two_processes(tmp_path: Path) -> None:
     """As in one: the same accuracy to a point, the same bytes."""
     for name in ("d-psgd", "top-k"):
         found = []

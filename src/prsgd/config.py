@@ -134,9 +134,9 @@ class Config:
         if parts.optimizer_state == "average" and self.overlap > 1:
             raise ValueError(f"overlap must be 0 or 1 with method {self.method}, got {self.overlap}")
         if hasattr(parts.averaging, "check"):
-            shares_speed = getattr(parts.schedule, "shares_speed", False)
+            needs = [getattr(parts.schedule, name, False) for name in ("shares_speed", "by_clock")]
             try:
-                parts.averaging.check(Setting(self.workers, self.overlap, parts.optimizer_state, shares_speed))
+                parts.averaging.check(Setting(self.workers, self.overlap, parts.optimizer_state, *needs))
             except ValueError as error:
                 raise ValueError(f"method {self.method}: {error}") from None
 

@@ -91,6 +91,7 @@ class Flight:
             "bytes_sent": [self.landing.bytes_sent, self.landing.server_bytes_sent],
             "hops": self.landing.hops,
             "shared": self.landing.shared,
+            "knows_mean": self.landing.knows_mean,
         }
 
     @staticmethod
@@ -111,6 +112,7 @@ class Flight:
             server_bytes_sent,
             hops=fields.pop("hops", 0),
             shared=fields.pop("shared", True),
+            knows_mean=fields.pop("knows_mean", True),
             mean=None if mean is None else mean.clone(),
         )
         fields["to_land"] = set(fields["to_land"])
@@ -279,7 +281,8 @@ class Hangar:
                 self.rows.add(i, flight.snap[i])
             else:
                 distance = self.rows.replace(i, target)
-            if flight.counts[i] and (apart is not None or landing.target.dim() == 1):
+            known = landing.knows_mean and (apart is not None or landing.target.dim() == 1)
+            if flight.counts[i] and known:
                 flight.drift += distance if apart is None else apart
                 flight.drifts += 1
             if self._optimizer_state == "average":
@@ -288,7 +291,8 @@ class Hangar:
                 self._state.forget(i)
         if with_buffers or bad:
             if flight.pooled is None:
-                flight.pooled = self.buffers.pooled(landing.header.exact)
+                sums = landing.header.exact
+                flight.pooled = self.buffers.pooled(sums if landing.shared else torch.zeros_like(sums))
             self.buffers.write(i, flight.pooled)
         if bad:
             self._state.forget(i)

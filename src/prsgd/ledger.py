@@ -32,6 +32,7 @@ class Ledger:
         """Records that wait until all workers meet, with the hosted workers' own numbers."""
         self._drift = 0.0
         self._drifts = 0
+        self._counts = (0, 0)
         self._logs_first: bool | None = None
 
     def log(self, loss: float | Tensor | None, samples: int | Sequence[int]) -> None:
@@ -58,9 +59,12 @@ class Ledger:
             samples=sum(w.last.samples for w in self._workers),
         )
 
-    def enter(self, record: Record, drift: float, drifts: int) -> None:
-        """An average has landed on all hosted workers; their squared distances from it add up to ``drift``."""
-        self.round = record.round
+    def enter(self, record: Record, drift: float, drifts: int, counts: tuple[int, int]) -> None:
+        """An average has landed on all hosted workers; their squared distances from it add up to ``drift``.
+
+        ``counts``: how many of the hosted workers counted in it, and how many were not finite.
+        """
+        self.round, self._counts = record.round, counts
         self._incomplete, self._drift, self._drifts = record, drift, drifts
 
     def complete(self, sums: Sums, step_seconds: tuple[float, ...] | None = None) -> None:
@@ -82,19 +86,26 @@ class Ledger:
     def defer(self, own: Sums) -> None:
         """The last average's numbers are the hosted workers' ``own`` so far: they are summed when all meet."""
         if self._incomplete is not None:
-            self._deferred.append((self._incomplete, own))
+            counted, bad = self._counts
+            self._deferred.append((self._incomplete, own._replace(workers=counted, bad=bad)))
             self._incomplete = None
 
-    def own(self) -> list[Sums]:
-        """What the hosted workers have to tell of the deferred records."""
-        return [own for _, own in self._deferred]
+    @property
+    def deferred(self) -> range:
+        """The rounds of the records that wait until all meet."""
+        end = self.round + 1 if self._incomplete is None else self._incomplete.round
+        return range(end - len(self._deferred), end)
+
+    def own(self, rounds: range) -> list[Sums]:
+        """What the hosted workers have to tell of these deferred records."""
+        return [own for record, own in self._deferred if record.round in rounds]
 
     def settle(self, totals: Sequence[Sums]) -> None:
-        """All workers' numbers for the deferred records."""
-        deferred, self._deferred = self._deferred, []
+        """All workers' numbers for the oldest deferred records."""
+        settled, self._deferred = self._deferred[: len(totals)], self._deferred[len(totals) :]
         newest = self._incomplete
-        for (record, _), sums in zip(deferred, totals):
-            self._incomplete = record
+        for (record, _), sums in zip(settled, totals):
+            self._incomplete = replace(record, workers=round(sums.workers), bad_workers=round(sums.bad))
             self.complete(sums)
         self._incomplete = newest
 
@@ -111,6 +122,7 @@ class Ledger:
             "round": self.round,
             "drift": self._drift,
             "drifts": self._drifts,
+            "counts": list(self._counts),
             "logs_first": self._logs_first,
             "incomplete": None if self._incomplete is None else asdict(self._incomplete),
             "deferred": [[asdict(record), list(own)] for record, own in self._deferred],
@@ -120,6 +132,8 @@ class Ledger:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.round, self._drift, self._drifts = state["round"], state["drift"], state["drifts"]
         self._logs_first = state["logs_first"]
+        counted, bad = state.get("counts", (0, 0))
+        self._counts = (counted, bad)
         self._incomplete = None if state["incomplete"] is None else Record.from_dict(state["incomplete"])
         self._deferred = [(Record.from_dict(record), Sums(*own)) for record, own in state.get("deferred", ())]
         self.records = [] if state["last"] is None else [Record.from_dict(state["last"])]

@@ -56,7 +56,7 @@ class LocalSGD:
     torch optimizer over its parameters, or a list in the order in which they step: the last one's step counts.
 
     - ``schedule``: when to average: ``every``, ``growing``, ``per_worker``, ``measured``, ``timed``, ``once``.
-    - ``averaging``: how: ``mean()`` unless given.
+    - ``averaging``: how: ``mean()`` unless given, or ``gossip``, ``quantized``, ``sparse``, ``elastic``, ``outer``.
     - ``overlap``: steps that hide the transfer; 0 averages right after a step, blocking.
     - ``optimizer_state`` at an average: "keep" each worker's own, "average" it too (overlap <= 1), or "reset" it.
     - ``comm``: where the workers live; the running torch.distributed group unless given, or this process alone.
@@ -113,7 +113,10 @@ class LocalSGD:
         schedule.check(self._comm.num_workers, self._overlap)
         shares_speed = getattr(schedule, "shares_speed", False)
         if hasattr(self._averaging, "check"):
-            self._averaging.check(Setting(self._comm.num_workers, self._overlap, optimizer_state, shares_speed))
+            by_clock = getattr(schedule, "by_clock", False)
+            self._averaging.check(
+                Setting(self._comm.num_workers, self._overlap, optimizer_state, shares_speed, by_clock)
+            )
         self._models, rows = hosted(model, self._comm)
         if comm is None:
             self._comm.timeout_seconds = positive("timeout_seconds", timeout_seconds)
@@ -276,6 +279,7 @@ class LocalSGD:
             "workers": [w.state_dict(self._clock) for w in self._workers],
             "ledger": self._ledger.state_dict(),
             "averaging": self._averaging.state_dict(),
+            "averaging_kind": type(self._averaging).__name__,
             "apart": self._tower.apart,
             "clock": self._clock.state_dict(),
             "memory": self._hangar.state_dict(
@@ -291,6 +295,9 @@ class LocalSGD:
         ids = [w["id"] for w in state["workers"]]
         if ids != list(self._comm.workers):
             raise ValueError(f"state must be of workers {list(self._comm.workers)}, got {ids}")
+        kind = type(self._averaging).__name__
+        if state.get("averaging_kind", kind) != kind:
+            raise ValueError(f"the state is of a run with {state['averaging_kind']}(), this one has {kind}()")
         self._ledger.load_state_dict(state["ledger"])
         self._averaging.load_state_dict(state["averaging"])
         self._tower.apart = state.get("apart", False)
@@ -511,7 +518,7 @@ class LocalSGD:
         if not sums.workers or sums.consensus:  # nobody had anything new, or it was a consensus that we answered
             return
         record = flight.record(round=self.round + 1, lr=self._lr(), modelled=self._clock.completed())
-        self._ledger.enter(record, flight.drift, flight.drifts)
+        self._ledger.enter(record, flight.drift, flight.drifts, (sum(flight.counts), sum(flight.bad)))
 
     def _pools(self, landing: Landing) -> bool:
         """Do buffers ride with it? Not in flight, where a delta could make a variance negative; the last one pools."""

@@ -46,7 +46,8 @@ class Record:
     lr: float
     """Of the first parameter group, when it landed."""
     drift: float | None
-    """Mean over the workers of the squared distance of their snapshot from the average; None if unknown."""
+    """Mean over the workers of the squared distance of their snapshot from the mean of all; None if unknown: where
+    processes exchange compressed changes, or with neighbours only, nobody knows that mean."""
     loss: float | None
     """Mean of the losses given to ``log`` in this round; None if there were none."""
     samples: int

@@ -164,6 +164,7 @@ class timed:  # noqa: N801
     """
 
     seconds: float
+    by_clock: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         positive("seconds", self.seconds)

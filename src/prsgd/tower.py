@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from prsgd.averaging.base import Averaging, Header, Landing, Sums
 from prsgd.clocks import Timekeeper
 from prsgd.comm.base import Communicator
-from prsgd.errors import DivergedError, MismatchError, PeerError
+from prsgd.errors import DivergedError, MismatchError, PeerError, PrsgdError
 from prsgd.flight import Boarding, Flight, Hangar
 from prsgd.ledger import Ledger
 from prsgd.worker import Worker
@@ -37,6 +39,8 @@ class Tower:
         self._lr = lr
         self.apart = False
         """Did the last average have targets that differ by worker?"""
+        self._defers = getattr(averaging, "hears_neighbours_only", False)
+        """Do records wait until all meet?"""
         self._timeout_seconds, self._done_timeout_seconds = timeout_seconds, done_timeout_seconds
 
     def launch(self, kind: str = "average", known_bad: tuple[bool, ...] = ()) -> Flight:
@@ -50,10 +54,11 @@ class Tower:
         boarding = self._hangar.board(capture=done, consensus=False)
         boarding.bad = known_bad or boarding.bad  # rows found bad were zeroed, and look fine the second time
         header = self._header(boarding, kind)
-        copied = time.perf_counter()
         self._clock.launched(done)
+        work = self._averaging.launch(self._comm, boarding.snap, header)
+        copied = time.perf_counter()
         return Flight(
-            work=self._averaging.launch(self._comm, boarding.snap, header),
+            work=work,
             snap=boarding.snap,
             counts=header.counts,
             bad=boarding.bad,
@@ -68,7 +73,7 @@ class Tower:
             limit = self._done_timeout_seconds if self._all_done() else self._timeout_seconds
             try:
                 flight.landing = flight.work.wait(limit)
-            except PeerError as error:
+            except (PeerError, MismatchError) as error:
                 raise self._named(error) from None
             flight.wait_seconds += time.perf_counter() - began - flight.landing.copy_seconds
             flight.copy_seconds += flight.landing.copy_seconds
@@ -118,7 +123,7 @@ class Tower:
         header = self._header(boarding, "consensus")
         try:
             landing = self._averaging.final(self._comm, boarding.snap, header)
-        except PeerError as error:
+        except (PeerError, MismatchError) as error:
             raise self._named(error) from None
         sums = landing.header.sums
         if sums.consensus + sums.done < self._comm.num_workers:
@@ -139,23 +144,37 @@ class Tower:
                     for i in range(len(self._workers)):
                         self._hangar.rows.replace(i, exact.target)
             if not self._ledger.is_complete:
-                self._ledger.defer(self._ledger.numbers())
+                totals = self._summed(self._ledger.numbers())
+                self._ledger.complete(Sums(*totals.tolist()))
         except PeerError as error:
             raise self._named(error) from None
-        self._settle()
 
     def _settle(self) -> None:
-        """All workers meet: sum what they have to tell of the records that wait for it."""
-        own = self._ledger.own()
-        if not own:
+        """All workers meet: sum what they have to tell of the records that wait for it.
+
+        With an overlap, a process may have landed an average that others have in flight: they settle what all have.
+        """
+        if not self._defers:
             return
-        rows = self._hangar.rows
-        numbers = torch.tensor(own, dtype=rows.dtype, device=rows.device)
         try:
-            totals = self._comm.all_reduce(numbers).wait(self._timeout_seconds)
+            last = self._agreed(self._ledger.deferred.stop)
+            own = self._ledger.own(range(self._ledger.deferred.start, last))
+            if own:
+                self._ledger.settle([Sums(*row) for row in self._summed(own).tolist()])
         except PeerError as error:
             raise self._named(error) from None
-        self._ledger.settle([Sums(*row) for row in totals.tolist()])
+
+    def _agreed(self, round: int) -> int:
+        """The smallest of the processes' numbers, none of which is far from the others'."""
+        rounds = [0.0] * self._comm.num_workers
+        rounds[self._comm.workers.start] = round
+        return int(min(found for found in self._summed(rounds).tolist() if found))
+
+    def _summed(self, numbers: Sequence[Any]) -> Tensor:
+        rows = self._hangar.rows
+        return self._comm.all_reduce(torch.tensor(numbers, dtype=torch.float64, device=rows.device)).wait(
+            self._timeout_seconds
+        )
 
     def _header(self, boarding: Boarding, kind: str) -> Header:
         return self._hangar.header(
@@ -171,7 +190,7 @@ class Tower:
     def _all_done(self) -> bool:
         return all(w.done for w in self._workers)
 
-    def _named(self, error: PeerError) -> PeerError:
+    def _named(self, error: PrsgdError) -> PrsgdError:
         ids = self._comm.workers
         who = f"worker {ids.start}" if len(ids) == 1 else f"workers {ids.start}-{ids.stop - 1}"
         return type(error)(f"round {self._ledger.round + 1}, {who}: {error}")

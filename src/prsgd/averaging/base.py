@@ -91,6 +91,8 @@ class Landing:
     """Spent on making the target after it had arrived."""
     mean: Tensor | None = None
     """(P,) of all workers' models, where it is known and is not the target: what the drift is measured from."""
+    knows_mean: bool = True
+    """Is ``mean``, or else the target that all share, the mean of the models? If not, the drift is unknown."""
     shared: bool = True
     """Did all hear of all? If not (gossip), no buffers are pooled, the header's last-round numbers are the hosted
     workers' own, and the records wait until all meet."""
@@ -105,6 +107,8 @@ class Setting:
     optimizer_state: str = "keep"
     shares_speed: bool = False
     """Does the schedule need the seconds that every worker takes for a step?"""
+    by_clock: bool = False
+    """Do its rounds last so many seconds?"""
 
 
 @runtime_checkable
@@ -112,7 +116,8 @@ class Averaging(Protocol):
     """How to combine the workers' models.
 
     One that needs to know where all workers begin has a method ``start(point)`` besides, called before the first step;
-    one that cannot work with everything has ``check(setting)``, which raises a ValueError that says why.
+    one that cannot work with everything has ``check(setting)``, which raises a ValueError that says why; one whose
+    landings are not ``shared`` says so by ``hears_neighbours_only = True``.
     """
 
     def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
@@ -120,7 +125,10 @@ class Averaging(Protocol):
         ...
 
     def final(self, comm: Communicator, snap: Tensor, header: Header) -> Landing:
-        """The exact mean of all workers: for ``consensus()``, and to end a run whose targets differ by worker."""
+        """The exact mean of all workers: for ``consensus()``, and to end a run whose targets differ by worker.
+
+        An average for which all workers are done (``sums.done``) ends the run, and is to be the exact mean too.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from prsgd.averaging.base import Averaging, Header, Landing, Setting
-from prsgd.averaging.summed import summed, weights_of
+from prsgd.averaging.summed import summed, weighted_sum, weights_of
 from prsgd.comm.base import Communicator, Then, Work
 
 
@@ -52,12 +52,14 @@ class Changes(Averaging):
             total, landed = sent
             sums = landed.sums
             if _all_agree(landed, comm):  # workers that are still at work called consensus(), and this one answers
-                return summed(comm, snap, header).wait()
+                return summed(comm, snap, header, weights).wait()
+            if sums.weight and sums.done == comm.num_workers:  # the last one is exact
+                return _besides(summed(comm, snap, header, weights).wait(), work)
             target = None
             if sums.weight and not sums.consensus:
-                assert self._memory.point is not None, "LocalSGD calls start()"
-                target = self._memory.point = self._memory.point + total().div_(sums.weight)
+                target = self._memory.point = self._point() + total().div_(sums.weight)
                 self._memory.averages += 1
+            here = sums.weight and len(snap) == comm.num_workers
             return Landing(
                 target=target,
                 header=landed,
@@ -65,6 +67,8 @@ class Changes(Averaging):
                 server_bytes_sent=work.server_bytes_sent,
                 hops=work.hops,
                 copy_seconds=time.perf_counter() - began,
+                mean=_mean(snap, weights, self._point()) if here else None,
+                knows_mean=bool(here),
             )
 
         return Then(work, landing)
@@ -74,7 +78,11 @@ class Changes(Averaging):
             _, landed = self._send(comm, snap, [0.0] * len(snap), header).wait()
             if not _all_agree(landed, comm):
                 return Landing(None, landed, bytes_sent=0)
-        return summed(comm, snap, header).wait()
+        return summed(comm, snap, header, weights_of(self.weights, header)).wait()
+
+    def _point(self) -> Tensor:
+        assert self._memory.point is not None, "LocalSGD calls start()"
+        return self._memory.point
 
     def state_dict(self) -> dict[str, Any]:
         memory = self._memory
@@ -83,6 +91,8 @@ class Changes(Averaging):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         memory = self._memory
+        if state.get("point") is None:
+            raise ValueError("the state is of a run whose averaging was another: it has no point that all agreed on")
         memory.point, memory.residuals = (
             None if state.get(name) is None else state[name].clone() for name in ("point", "residuals")
         )
@@ -131,28 +141,31 @@ class Gathered(Changes):
     def _send(
         self, comm: Communicator, snap: Tensor, weights: Sequence[float], header: Header
     ) -> Work[tuple[Callable[[], Tensor], Header]]:
+        point = self._point()  # in the dtype of sums, which a half-precision fleet's rows are not
         n, num_values = snap.shape
-        width = self.num_bytes(num_values, snap.dtype)
-        tail = header.tail().to(snap.dtype)
-        numbers = snap.new_zeros(n, 1 + len(tail))
-        numbers[:, 0] = snap.new_tensor(weights)
+        width = self.num_bytes(num_values, point.dtype)
+        tail = header.tail().to(point.dtype)
+        numbers = point.new_zeros(n, 1 + len(tail))
+        numbers[:, 0] = point.new_tensor(weights)
         numbers[0, 1:] = tail  # this process's, once
         beside = numbers.view(torch.uint8)
         payload = torch.zeros(n, width + beside.shape[1], dtype=torch.uint8, device=snap.device)
         payload[:, width:] = beside
+        kept: dict[int, Tensor] = {}
         for i, weight in enumerate(weights):
             if weight:
-                payload[i, :width] = self._encoded(snap, i, comm.workers[i])
-            elif self._memory.residuals is not None and header.bad and header.bad[i]:
-                self._memory.residuals[i] = 0.0  # of a model that is given up
+                payload[i, :width], kept[i] = self._encoded(snap, i, comm.workers[i])
+            elif header.bad and header.bad[i]:
+                kept[i] = point.new_zeros(0)  # of a model that is given up
         work = comm.all_gather(payload)
 
         def arrived(rows: Tensor) -> tuple[Callable[[], Tensor], Header]:
-            numbers = rows[:, width:].contiguous().view(snap.dtype)
+            numbers = rows[:, width:].clone(memory_format=torch.contiguous_format).view(point.dtype)
             landed = header.landed(header.extras.new_zeros(0), numbers[:, 1:].sum(dim=0))
 
             def total() -> Tensor:
-                made = snap.new_zeros(num_values)
+                self._keep(kept, n)  # only now: what was answered to a consensus() goes again
+                made = point.new_zeros(num_values)
                 for row, weight in zip(rows, numbers[:, 0].tolist()):
                     if weight:
                         self.add(row[:width], made, weight)
@@ -162,19 +175,36 @@ class Gathered(Changes):
 
         return Then(work, arrived)
 
-    def _encoded(self, snap: Tensor, i: int, worker: int) -> Tensor:
-        memory = self._memory
-        assert memory.point is not None, "LocalSGD calls start()"
-        change = snap[i] - memory.point
+    def _encoded(self, snap: Tensor, i: int, worker: int) -> tuple[Tensor, Tensor]:
+        """What hosted worker i says, and what it leaves out of that, if it is to keep it."""
+        change = snap[i] - self._point()
         if not self.keeps_residuals:
-            return self.encode(change, worker)
-        if memory.residuals is None:
-            memory.residuals = torch.zeros_like(snap)
-        change += memory.residuals[i]
+            return self.encode(change, worker), change[:0]
+        if self._memory.residuals is not None:
+            change += self._memory.residuals[i]
         encoded = self.encode(change, worker)
         self.add(encoded, change, -1.0)
-        memory.residuals[i] = change
-        return encoded
+        return encoded, change
+
+    def _keep(self, kept: Mapping[int, Tensor], num_hosted: int) -> None:
+        if not self.keeps_residuals:
+            return
+        if self._memory.residuals is None:
+            self._memory.residuals = self._point().new_zeros(num_hosted, len(self._point()))
+        for i, residual in kept.items():
+            self._memory.residuals[i] = residual if len(residual) else 0.0
+
+
+def _mean(snap: Tensor, weights: Sequence[float], like: Tensor) -> Tensor:
+    mean = torch.empty_like(like)
+    weighted_sum(snap, weights, out=mean)
+    return mean.div_(sum(weights))
+
+
+def _besides(landing: Landing, work: Work[Any]) -> Landing:
+    """With what came before it on the wire."""
+    sent, by_server = landing.bytes_sent + work.bytes_sent, landing.server_bytes_sent + work.server_bytes_sent
+    return replace(landing, bytes_sent=sent, server_bytes_sent=by_server)
 
 
 def _all_agree(landed: Header, comm: Communicator) -> bool:

@@ -29,7 +29,8 @@ class _Memory:
 
 @dataclass(frozen=True)
 class elastic(Averaging):  # noqa: N801 - a word in the user's sentence
-    """Pull each worker towards a centre, and the centre towards the workers.
+    """Pull each worker by ``alpha`` of its way towards a centre (None: beta / N), and the centre by ``beta`` of its way
+    towards the workers' mean.
 
     >>> elastic(alpha=0.1)
     elastic(alpha=0.1, beta=0.9)
@@ -53,13 +54,14 @@ class elastic(Averaging):  # noqa: N801 - a word in the user's sentence
     def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
         own = snap.clone()  # a lone model's lies where the sum will
         alpha = self.beta / comm.num_workers if self.alpha is None else self.alpha
-        return Then(summed(comm, snap, header), lambda landing: self._pull(landing, own, alpha, header.counts))
+        n = comm.num_workers
+        return Then(summed(comm, snap, header), lambda landing: self._pull(landing, own, alpha, header.counts, n))
 
     def final(self, comm: Communicator, snap: Tensor, header: Header) -> Landing:
         return summed(comm, snap, header).wait()
 
-    def _pull(self, landing: Landing, own: Tensor, alpha: float, counts: tuple[bool, ...]) -> Landing:
-        if landing.target is None:
+    def _pull(self, landing: Landing, own: Tensor, alpha: float, counts: tuple[bool, ...], num_workers: int) -> Landing:
+        if landing.target is None or landing.header.sums.done == num_workers:  # a run ends with the mean
             return landing
         began = time.perf_counter()
         centre = self._memory.centre

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,7 +30,10 @@ Matrix = NDArray[np.float64]
 Rows = tuple[tuple[float, ...], ...]
 AVERAGES, IS_DONE, ASKS_CONSENSUS = 0, 1, 2
 """What a worker is about to do."""
-_DOES = {IS_DONE: "has run out of data", ASKS_CONSENSUS: "called consensus()", AVERAGES: "averages"}
+TOLERANCE = 1e-6
+"""Of what a given matrix's rows and columns add up to; float32's rounding is below it, and is taken out."""
+_HAS = {IS_DONE: "run out of data", ASKS_CONSENSUS: "called consensus()"}
+_TOGETHER = "with gossip() all workers need the same number of averages, and call consensus() between the same two"
 
 
 @dataclass
@@ -51,6 +54,8 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
     >>> round(gossip("ring").spectral_gap(8), 3), round(gossip("exponential").spectral_gap(8), 3)
     (0.195, 0.5)
     """
+
+    hears_neighbours_only: ClassVar[bool] = True
 
     graph: str | Rows = "ring"
     _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
@@ -79,16 +84,22 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
             raise ValueError(
                 "the schedule needs every worker's speed, and with gossip() workers hear neighbours only: use mean()"
             )
+        if setting.by_clock:
+            raise ValueError(
+                "rounds by the clock give workers different numbers of averages, gossip() needs the same: use mean()"
+            )
 
     def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
+        weights = self.matrix(comm.num_workers)
+        outgoing, incoming = _routes(weights, comm.workers)
         if header.sums.done:
             if header.sums.done < len(snap):
-                raise _not_together("some workers here have", _DOES[IS_DONE].removeprefix("has "))
-            told = self._tell(comm, IS_DONE, header.bad, snap[0])
+                raise MismatchError(f"a worker of this process has run out of data before the others: {_TOGETHER}")
+            told = self._tell(comm, IS_DONE, header)
             return Then(told, lambda _: _exact_mean(comm, snap, header))
-        told = self._tell(comm, AVERAGES, header.bad, snap[0])
+        told = self._tell(comm, AVERAGES, header)
+        snap = snap.to(header.exact.dtype)  # of sums; a half-precision fleet's rows are as they lie
         here = dict(zip(comm.workers, snap))
-        outgoing, incoming = _routes(self.matrix(comm.num_workers), comm.workers)
         received = {route: torch.empty_like(snap[0]) for route in incoming}
         work = Both(told, comm.exchange({route: here[route[0]] for route in outgoing}, received))
         bytes_sent = self.bytes_sent(comm.num_workers, snap)
@@ -98,8 +109,9 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
             bad = both[0] | {worker for worker, is_bad in zip(comm.workers, header.bad) if is_bad}
             targets = torch.empty_like(snap)
             for target, worker in zip(targets, comm.workers):
-                rows = {**here, **{source: row for (source, to), row in received.items() if to == worker}}
-                self._mix(target, worker, {j: row for j, row in rows.items() if j not in bad}, comm.num_workers)
+                sources = np.flatnonzero(weights[worker]).tolist()
+                rows = {j: here[j] if j in here else received[(j, worker)] for j in sources if j not in bad}
+                _mix(target, worker, rows, weights[worker])
             self._notice(bool(targets[:, :1].isnan().any()), comm.num_workers)
             return Landing(
                 target=targets,
@@ -115,7 +127,7 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
 
     def final(self, comm: Communicator, snap: Tensor, header: Header) -> Landing:
         if header.sums.consensus:
-            self._tell(comm, ASKS_CONSENSUS, header.bad, snap[0]).wait()
+            self._tell(comm, ASKS_CONSENSUS, header).wait()
         return _exact_mean(comm, snap, header)
 
     def bytes_sent(self, num_workers: int, snap: Tensor) -> int:
@@ -130,40 +142,26 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """It remembers nothing that matters."""
 
-    def _tell(self, comm: Communicator, what: int, bad: tuple[bool, ...], like: Tensor) -> Work[set[int]]:
+    def _tell(self, comm: Communicator, what: int, header: Header) -> Work[set[int]]:
         """Tell the neighbours what this process's workers do, and learn which of theirs have no finite model."""
         outgoing, incoming = _routes(self.matrix(comm.num_workers), comm.workers)
-        own = {worker: like.new_tensor([what, is_bad]) for worker, is_bad in zip(comm.workers, bad)}
-        received = {route: like.new_zeros(2) for route in incoming}
+        own = {worker: header.exact.new_tensor([what, is_bad]) for worker, is_bad in zip(comm.workers, header.bad)}
+        received = {route: header.exact.new_zeros(2) for route in incoming}
 
         def heard(_: None) -> set[int]:
             found = set()
             for (source, _to), message in received.items():
                 does, is_bad = message.tolist()
                 if (what == AVERAGES) != (does == AVERAGES):
-                    raise _not_together(f"worker {source}", _DOES[int(does)])
+                    odd = f"worker {source} has {_HAS[int(does)]}" if does else f"this one has {_HAS[what]} before"
+                    raise MismatchError(
+                        f"{odd} while {'this one' if does else f'worker {source}'} averages: {_TOGETHER}"
+                    )
                 if is_bad:
                     found.add(source)
             return found
 
         return Then(comm.exchange({route: own[route[0]] for route in outgoing}, received), heard)
-
-    def _mix(self, target: Tensor, worker: int, rows: Mapping[int, Tensor], num_workers: int) -> None:
-        """target <- the mix of the finite ``rows``; what a neighbour without a model would have given, it keeps."""
-        weights = self.matrix(num_workers)[worker]
-        given = {j: float(weights[j]) for j in np.flatnonzero(weights).tolist() if j in rows}
-        missing = 1.0 - sum(given.values()) if len(given) < np.count_nonzero(weights) else 0.0
-        if not given:
-            target.fill_(float("nan"))  # a neighbour may have a model by the next average
-            return
-        scale = 1.0
-        if worker in given:
-            given[worker] += missing
-        else:
-            scale = 1.0 / (1.0 - missing)
-        target.zero_()
-        for j, weight in given.items():
-            target.add_(rows[j], alpha=weight * scale)
 
     def _notice(self, lost: bool, num_workers: int) -> None:
         self._memory.lost = self._memory.lost + 1 if lost else 0
@@ -175,15 +173,26 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
 
 
 def _exact_mean(comm: Communicator, snap: Tensor, header: Header) -> Landing:
-    """Of all finite models, with news or without: workers have kept apart."""
-    return summed(comm, snap, replace(header, counts=tuple(not is_bad for is_bad in header.bad))).wait()
+    """Of all finite models, with news or without, since workers have kept apart: it counts as an average."""
+    counts = tuple(not is_bad for is_bad in header.bad)
+    return summed(comm, snap, replace(header, counts=counts, sums=header.sums._replace(workers=sum(counts)))).wait()
 
 
-def _not_together(who: str, does: str) -> MismatchError:
-    return MismatchError(
-        f"{who} {does} while its neighbours do not: with gossip() all workers need the same number of averages, "
-        "and call consensus() between the same two"
-    )
+def _mix(target: Tensor, worker: int, rows: Mapping[int, Tensor], weights: Matrix) -> None:
+    """target <- the mix of the finite ``rows``; what a neighbour without a model would have given, the worker keeps."""
+    given = {j: float(weights[j]) for j in rows}
+    missing = 1.0 - sum(given.values()) if len(given) < np.count_nonzero(weights) else 0.0
+    if not given:
+        target.fill_(float("nan"))  # a neighbour may have a model by the next average
+        return
+    scale = 1.0
+    if worker in given:
+        given[worker] += missing
+    else:
+        scale = 1.0 / (1.0 - missing)
+    target.zero_()
+    for j, weight in given.items():
+        target.add_(rows[j], alpha=weight * scale)
 
 
 def _routes(weights: Matrix, hosted: range) -> tuple[list[Route], list[Route]]:
@@ -255,7 +264,7 @@ def _checked(graph: Any) -> Rows:
     for axis, kind in ((1, "row"), (0, "column")):
         sums = found.sum(axis=axis)
         worst = int(np.abs(sums - 1).argmax())
-        if abs(sums[worst] - 1) > 1e-9:
+        if abs(sums[worst] - 1) > TOLERANCE:
             raise ValueError(
                 f"graph must be a doubly stochastic matrix: {kind} {worst} adds up to {sums[worst]:.10g}, not to 1"
             )
@@ -268,6 +277,10 @@ def _checked(graph: Any) -> Rows:
         raise ValueError(f"graph must be connected: nothing leads from worker 0 to worker {apart}")
     if _spectral_gap(found) < 1e-12:
         raise ValueError("graph must bring the models together: its spectral gap is 0, they would only go around")
+    if np.abs([found.sum(axis=0) - 1, found.sum(axis=1) - 1]).max() > 1e-15 * len(found):  # thirds in float32
+        for _ in range(20):
+            found = found / found.sum(axis=1, keepdims=True)
+            found = found / found.sum(axis=0)
     return tuple(tuple(row) for row in found.tolist())
 
 

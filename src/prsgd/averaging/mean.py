@@ -36,6 +36,10 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
         check_weights(self.weights)
         if self.dtype is not None and self.dtype not in HALF:
             raise ValueError(f"dtype must be torch.bfloat16, torch.float16 or None, got {self.dtype!r}")
+        if self.dtype is torch.float16 and self.weights != "uniform":
+            raise ValueError(
+                f'weights "{self.weights}" times changes may be more than float16 holds: use dtype=torch.bfloat16'
+            )
 
     def start(self, point: Tensor) -> None:
         """All workers begin here."""
@@ -74,19 +78,19 @@ class _Rounded(Changes):
     def _send(
         self, comm: Communicator, snap: Tensor, weights: Sequence[float], header: Header
     ) -> Work[tuple[Callable[[], Tensor], Header]]:
-        point, num_extras = self._memory.point, header.extras.shape[1]
-        assert point is not None, "LocalSGD calls start()"
-        changes = torch.zeros(snap.shape[1], dtype=self.dtype, device=snap.device)
+        point, num_extras = self._point(), header.extras.shape[1]
+        total = torch.zeros_like(point)
         for row, weight in zip(snap, weights):
             if weight:
-                changes += ((row - point) * weight).to(self.dtype)
-        extras = snap.new_zeros(num_extras)
+                total.add_(row - point, alpha=weight)
+        changes = total.to(self.dtype)
+        extras = point.new_zeros(num_extras)
         weighted_sum(header.extras, weights, out=extras)
-        full = torch.cat([extras, header.tail().to(snap.dtype)])
+        full = torch.cat([extras, header.tail().to(point.dtype)])
 
         def arrived(_: tuple[Tensor, Tensor]) -> tuple[Callable[[], Tensor], Header]:
             landed = header.landed(full[:num_extras], full[num_extras:])
             landed = replace(landed, extras=landed.extras / max(landed.sums.weight, 1e-30))
-            return lambda: changes.to(snap.dtype), landed
+            return lambda: changes.to(point.dtype), landed
 
         return Then(Both(comm.all_reduce(full), comm.all_reduce(changes)), arrived)

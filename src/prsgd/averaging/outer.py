@@ -36,6 +36,9 @@ class _Memory:
 class outer(Averaging):  # noqa: N801 - a word in the user's sentence
     """The mean of the workers' models is a step of an outer optimizer, with momentum over the rounds.
 
+    The defaults are DiLoCo's, made for rounds of hundreds of steps of AdamW. With short rounds, or with momentum inside
+    too, the two multiply: take a smaller ``momentum``. A run that ends within a round ends with the mean.
+
     >>> outer()
     outer(lr=0.7, momentum=0.9, nesterov=True, by_inner_lr=False, weights='uniform')
     """
@@ -59,13 +62,15 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
 
     def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
         work = summed(comm, snap, header, weights_of(self.weights, header))
-        return Then(work, lambda landing: self._step(landing, header.lr))
+        return Then(work, lambda landing: self._step(landing, header.lr, comm.num_workers))
 
     def final(self, comm: Communicator, snap: Tensor, header: Header) -> Landing:
         return summed(comm, snap, header, weights_of(self.weights, header)).wait()
 
-    def _step(self, landing: Landing, inner_lr: float) -> Landing:
+    def _step(self, landing: Landing, inner_lr: float, num_workers: int) -> Landing:
         if landing.target is None or (self.lr == 1 and not self.momentum):
+            return landing
+        if landing.header.sums.done == num_workers:  # what is left at the end is no round
             return landing
         began = time.perf_counter()
         memory = self._memory

@@ -31,7 +31,8 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
     """Each worker sends its change since the last average in ``bits`` bits a number: 1 to 16, "ternary" or "sign".
 
     All workers gather all changes, so one sends (N - 1) times its own, where an all-reduce sends twice the model:
-    few bits pay for few workers. Beside each ``bucket`` of numbers travels one scale.
+    few bits pay for few workers. Beside each ``bucket`` of numbers travels one scale. 2 bits have the three levels of
+    "ternary", and take its 1.6 bits.
 
     >>> quantized(4).num_bytes(1024), 1024 * 4  # half a byte each and two scales; as float32
     (520, 4096)
@@ -45,7 +46,7 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
     _memory: Memory = field(default_factory=Memory, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, str):
+        if isinstance(self.bits, str) and not self.bits.isdigit():
             one_of("bits", self.bits, ("ternary", "sign"))
         elif isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 16:
             raise ValueError(f'bits must be a whole number from 1 to 16, "ternary" or "sign", got {self.bits!r}')
@@ -65,15 +66,16 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
         return int(max(2, 2**self.bits - 1))
 
     def num_bytes(self, num_values: int, dtype: torch.dtype = torch.float32) -> int:
-        return self._packed_bytes(num_values) + -(-num_values // self.bucket) * int(dtype.itemsize)
+        return self._packed_bytes(num_values) + -(-num_values // self._bucket(num_values)) * int(dtype.itemsize)
 
     def encode(self, change: Tensor, worker: int = 0) -> Tensor:
         encoded = torch.empty(self.num_bytes(len(change), change.dtype), dtype=torch.uint8, device=change.device)
         generator = None if self.bits == "sign" else self._generator(worker, change)
         packed, scales = self._split(encoded, change)
+        run, bucket = self._run(len(change)), self._bucket(len(change))
         found, at = torch.empty_like(scales), 0
-        for values, place in zip(change.split(self._run), found.split(self._run // self.bucket)):
-            codes = self._codes(self._buckets(values), len(values), place, generator)
+        for values, place in zip(change.split(run), found.split(run // bucket)):
+            codes = self._codes(_buckets(values, bucket), len(values), place, generator)
             part = pack(codes.view(-1)[: len(values)], self.levels)
             packed[at : at + len(part)] = part
             at += len(part)
@@ -83,27 +85,28 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
     def add(self, encoded: Tensor, total: Tensor, weight: float = 1.0) -> None:
         half, at = (self.levels - 1) / 2, 0
         packed, scales = self._split(encoded, total)
-        for inside, steps in zip(total.split(self._run), (scales * (weight / half)).split(self._run // self.bucket)):
+        run, bucket = self._run(len(total)), self._bucket(len(total))
+        for inside, steps in zip(total.split(run), (scales * (weight / half)).split(run // bucket)):
             width = packed_bytes(len(inside), self.levels)
             values = unpack(packed[at : at + width], self.levels, len(inside)).to(total.dtype).sub_(half)
             at += width
-            whole = len(inside) // self.bucket
-            size = whole * self.bucket
-            inside[:size].view(whole, self.bucket).addcmul_(
-                values[:size].view(whole, self.bucket), steps[:whole].unsqueeze(1)
-            )
+            whole = len(inside) // bucket
+            size = whole * bucket
+            inside[:size].view(whole, bucket).addcmul_(values[:size].view(whole, bucket), steps[:whole].unsqueeze(1))
             if size < len(inside):
                 inside[size:].addcmul_(values[size:], steps[-1])
 
-    @property
-    def _run(self) -> int:
+    def _bucket(self, num_values: int) -> int:
+        return min(self.bucket, num_values)
+
+    def _run(self, num_values: int) -> int:
         """So many numbers at a time: whole buckets and whole bytes, and few enough to stay in a core's cache."""
-        whole = 40 * self.bucket
+        whole = 40 * self._bucket(num_values)
         return whole * max(1, CACHED // whole)
 
     def _packed_bytes(self, num_values: int) -> int:
-        runs, rest = divmod(num_values, self._run)
-        return runs * packed_bytes(self._run, self.levels) + packed_bytes(rest, self.levels)
+        runs, rest = divmod(num_values, self._run(num_values))
+        return runs * packed_bytes(self._run(num_values), self.levels) + packed_bytes(rest, self.levels)
 
     def _split(self, encoded: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         width = self._packed_bytes(len(like))
@@ -112,7 +115,7 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
     def _codes(self, buckets: Tensor, count: int, scales: Tensor, generator: torch.Generator | None) -> Tensor:
         """The levels of a run of ``count`` numbers, whose scales are written to ``scales``."""
         if generator is None:  # signs
-            sizes = scales.new_full((len(buckets),), self.bucket)
+            sizes = scales.new_full((len(buckets),), buckets.shape[1])
             sizes[-1] -= buckets.numel() - count
             torch.div(buckets.abs().sum(dim=1), sizes, out=scales)
             return buckets >= 0
@@ -122,14 +125,15 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
         places = _noise(buckets, generator).add_(half).addcmul_(buckets, factors.unsqueeze(1)).floor_()
         return places.clamp_(0, self.levels - 1).to(torch.int32 if self.levels > 256 else torch.uint8)
 
-    def _buckets(self, values: Tensor) -> Tensor:
-        """(buckets, bucket), the last one filled up with zeros."""
-        missing = -len(values) % self.bucket
-        return (torch.cat([values, values.new_zeros(missing)]) if missing else values).view(-1, self.bucket)
-
     def _generator(self, worker: int, change: Tensor) -> torch.Generator:
         seed = np.random.SeedSequence((self.seed, worker, self._memory.averages)).generate_state(1, np.uint64)[0]
         return torch.Generator(change.device).manual_seed(int(seed) >> 1)
+
+
+def _buckets(values: Tensor, bucket: int) -> Tensor:
+    """(buckets, bucket), the last one filled up with zeros."""
+    missing = -len(values) % bucket
+    return (torch.cat([values, values.new_zeros(missing)]) if missing else values).view(-1, bucket)
 
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:

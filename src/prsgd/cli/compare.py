@@ -101,9 +101,12 @@ def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
     from prsgd.cli.running import new_folder
 
     given = merged(args, (*RUN, "seeds", "jobs"))
-    if given.get("method") == ["all"] and given.get("cluster") is None and given.get("processes", 1) == 1:
+    if given.get("method") in ("all", ["all"]) and given.get("cluster") is None and given.get("processes", 1) == 1:
         given["cluster"] = CLUSTER
-        print(f"all methods, rounds by the clock too: time is modelled on the cluster {CLUSTER}", file=sys.stderr)
+        print(
+            f"time is modelled on the cluster {CLUSTER}: pr-sgd-timed needs one (--cluster for another)",
+            file=sys.stderr,
+        )
     jobs = given.pop("jobs", None)
     at_once = None if jobs is None else whole_number("jobs", jobs, at_least=1)
     if args.tensorboard:
@@ -140,6 +143,8 @@ def variants(given: dict[str, Any]) -> list[Config]:
     names = values.pop("method", ["pr-sgd"])
     if names == ["all"]:
         names = list(methods.METHODS)
+    elif "all" in names:
+        raise ValueError(f"method all stands alone, got {' '.join(names)}")
     periods = values.pop("period", None)
     overlaps = values.pop("overlap", [None])
     seeds = values.pop("seeds", SEEDS)

@@ -103,6 +103,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
         _refuse_twins(members)
         more = "".join(f", {key.replace('_', ' ')} {value}" for key, value in zip(telling, rest) if value is not None)
         short = str(label).partition(" ")[2] if same_method else str(label)
+        short = short or f"period {members[0].config['period']}"
         groups.append(Group(f"{label}{more}", short + more, tuple(members)))
     return groups
 
@@ -131,7 +132,7 @@ def _refuse_twins(runs: Sequence[Run]) -> None:
 def baseline(groups: Iterable[Group]) -> Group | None:
     """What the others are measured by: mini-batch SGD if it is finished, or else the one that communicated most."""
     done = [group for group in groups if group.finished]
-    done = [group for group in done if group.runs[0].config["method"] == "minibatch-sgd"] or done
+    done = [group for group in done if group.runs[0].label == "minibatch-sgd"] or done
     return max(done, key=lambda group: (fmean(run.bytes_sent for run in group.counted), _rounds(group)), default=None)
 
 

@@ -119,7 +119,7 @@ def _compare(base: _Found, others: Sequence[_Found]) -> list[str]:
     if base.by_accuracy and chosen.loss > 1.1 * base.loss:
         sentences.append(f"Its training loss ended higher: {chosen.loss:.3g} against {base.loss:.3g}.")
     best = max(good, key=lambda other: other.score.mean)
-    if best is not chosen and best.beat(base):
+    if best.score.mean > chosen.score.mean and best.beat(base):
         most = "the most accurate" if base.by_accuracy else "the best"
         sentences.append(f"{_capital(best.name)} was {most}: {best.value}, with {_cost(best, base)}.")
     return sentences
