@@ -27,6 +27,7 @@ from torch import nn
 
 import prsgd
 from prsgd.calibration import calibrate
+from prsgd.clocks import Sent
 from prsgd.cluster import Cluster, ClusterClock
 
 COMBINATIONS = [(period, overlap) for period in (8, 32) for overlap in (0, 1, 6)]
@@ -97,7 +98,7 @@ def predicted(cluster: Cluster, period: int, overlap: int, bytes_sent: int) -> f
                     clock.closed(i)
                 clock.launched([])
             if t == period:
-                clock.arrived(round=number, bytes_sent=bytes_sent, server_bytes_sent=0, hops=0, flight_seconds=0.0)
+                clock.arrived(Sent(bytes_sent), round=number, flight_seconds=0.0)
                 for i in everyone:
                     clock.landed(i, number)
         ends.append(max(clock(i) for i in everyone))

@@ -31,7 +31,7 @@ class Silent(WallClock):
     def launched(self, done: Any) -> None:
         pass
 
-    def arrived(self, **_: Any) -> None:
+    def arrived(self, sent: Any, **_: Any) -> None:
         pass
 
     def landed(self, place: int, round: int) -> None:

@@ -259,3 +259,26 @@ def test_all_models_lost_is_an_error() -> None:
 
     with pytest.warns(RuntimeWarning), pytest.raises(prsgd.DivergedError, match="no finite model has come"):
         train()
+
+
+def test_on_a_modelled_cluster_workers_wait_for_their_neighbours_alone() -> None:
+    """A ring of 8 of which worker 7 takes 10 seconds for a step, the others 1: in the first round only 0 and 6 wait."""
+    from prsgd.cluster import Cluster, ClusterClock
+
+    cluster = Cluster("slow", speeds=(10.0,) * 7 + (1.0,), step_seconds=10.0, bytes_per_second=1e15)
+    fleet = prsgd.Fleet(model(), 8)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    with prsgd.LocalSGD(
+        fleet, optimizer, schedule=prsgd.every(1), averaging=prsgd.gossip("ring"), clock=ClusterClock(cluster)
+    ) as local:
+        for step in range(2):
+            pairs = [batch(i, step) for i in range(8)]
+            optimizer.zero_grad()
+            fleet.backward(nn.functional.cross_entropy, [a for a, _ in pairs], [b for _, b in pairs])
+            optimizer.step()
+    first, second = (record.modelled for record in local.records[:2])
+    assert first is not None
+    assert second is not None
+    assert first.waiting == pytest.approx((9, 0, 0, 0, 0, 0, 9, 0), abs=1e-6)
+    # By then 0 and 6 are at 11 seconds, 7 at 20, the others at 2: 1 and 5 wait for their late neighbours.
+    assert second.waiting == pytest.approx((9, 9, 0, 0, 0, 9, 9, 0), abs=1e-6)

@@ -8,9 +8,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from prsgd.trace import Modelled, Trace
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What an average put on the wire."""
+
+    bytes_sent: int
+    """Per worker."""
+    server_bytes_sent: int = 0
+    hops: int = 0
+    """Messages one after another; 0: as many as a sum takes."""
+    hears: tuple[tuple[int, ...], ...] | None = None
+    """By hosted worker: those whose models it waits for; None: all."""
 
 
 @runtime_checkable
@@ -47,7 +61,7 @@ class Timekeeper(Protocol):
         """The average of all hosted workers; those that are done brought theirs only now."""
         ...
 
-    def arrived(self, *, round: int, bytes_sent: int, server_bytes_sent: int, hops: int, flight_seconds: float) -> None:
+    def arrived(self, sent: Sent, *, round: int, flight_seconds: float) -> None:
         """Somebody waited for it, and it is there."""
         ...
 
@@ -118,7 +132,7 @@ class WallClock:
     def launched(self, done: Sequence[int]) -> None:
         self._launched = time.monotonic()
 
-    def arrived(self, *, round: int, bytes_sent: int, server_bytes_sent: int, hops: int, flight_seconds: float) -> None:
+    def arrived(self, sent: Sent, *, round: int, flight_seconds: float) -> None:
         if self._computed is not None:  # inside a step: its gradient came before
             self.trace.add("step", self._first, self._at, self._computed, self._step + 1)
             self._stepping_seconds += self._computed - self._at

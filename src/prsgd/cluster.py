@@ -1,7 +1,8 @@
 """A cluster as numbers, and the clock of a run on it: what real machines would have needed, exactly and repeatably.
 
     step      of worker i: step_seconds / speed_i, times a log-normal number of mean 1 where there is jitter
-    average   begins when the last worker's round has closed, and takes what the link takes for its bytes
+    average   begins for a worker when the last of those that it hears (all, but in gossip) has closed its round, and
+              takes what the link takes for its bytes
     landing   a worker that is not there yet computes on, what is left of the flight it waits for, then it copies
 
 An average that travels while a worker computes is hidden; evaluations and the machine's own time do not count.
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from prsgd import _toml, units
 from prsgd._check import nearest, positive, whole_number
+from prsgd.clocks import Sent
 from prsgd.links import LINK_SHAPES, Link, bytes_summed
 from prsgd.trace import Modelled, Trace
 
@@ -230,8 +232,8 @@ class ClusterClock:
         self._steps: NDArray[np.int64] = np.zeros(n, dtype=np.int64)
         self._total: Vector = np.zeros(n)
         """Of all steps."""
-        self._start = self._arrival = 0.0
-        """Of the newest average: when the last worker had closed, and when it was everywhere."""
+        self._start, self._arrival = np.zeros(n), np.zeros(n)
+        """Of the newest average, for each worker: when the last that it waits for had closed, and when it was there."""
         self._computing, self._waiting, self._communicating, self._hidden = (np.zeros(n) for _ in range(4))
         """Since the last average that landed on all."""
 
@@ -265,21 +267,25 @@ class ClusterClock:
 
     def launched(self, done: Sequence[int]) -> None:
         self._closed[done] = self._now[done]
-        self._start = float(self._closed.max())
 
-    def arrived(self, *, round: int, bytes_sent: int, server_bytes_sent: int, hops: int, flight_seconds: float) -> None:
-        self._arrival = self._start + _ticks(self.cluster.average_seconds(bytes_sent, server_bytes_sent, hops))
+    def arrived(self, sent: Sent, *, round: int, flight_seconds: float) -> None:
         n = len(self._now)
-        self.trace.add("flight", range(n), self._closed.copy(), np.full(n, self._arrival), round)
+        if sent.hears is None:
+            self._start = np.full(n, self._closed.max())
+        else:
+            self._start = np.array([self._closed[list(sources)].max() for sources in sent.hears])
+        seconds = self.cluster.average_seconds(sent.bytes_sent, sent.server_bytes_sent, sent.hops)
+        self._arrival = self._start + _ticks(seconds)
+        self.trace.add("flight", range(n), self._closed.copy(), self._arrival.copy(), round)
 
     def landed(self, place: int, round: int) -> None:
-        here = float(self._now[place])
+        here, start, arrival = float(self._now[place]), float(self._start[place]), float(self._arrival[place])
         copying = _ticks(self.cluster.copy_seconds)
-        self._now[place] = max(here, self._arrival) + copying
-        exposed = max(0.0, self._arrival - max(here, self._start))
-        self._waiting[place] += max(0.0, self._start - here)
+        self._now[place] = max(here, arrival) + copying
+        exposed = max(0.0, arrival - max(here, start))
+        self._waiting[place] += max(0.0, start - here)
         self._communicating[place] += exposed + copying
-        self._hidden[place] += self._arrival - self._start - exposed
+        self._hidden[place] += arrival - start - exposed
         self.trace.add("blocked", place, here, float(self._now[place]), round)
 
     def completed(self) -> Modelled | None:
@@ -306,7 +312,6 @@ class ClusterClock:
             "seed": self._seed,
             "vectors": {name: getattr(self, f"_{name}").tolist() for name in _VECTORS},
             "steps": self._steps.tolist(),
-            "times": [self._start, self._arrival],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -320,7 +325,6 @@ class ClusterClock:
         for name in _VECTORS:
             setattr(self, f"_{name}", np.asarray(state["vectors"][name], dtype=np.float64))
         self._steps = np.asarray(state["steps"], dtype=np.int64)
-        self._start, self._arrival = state["times"]
 
     def _durations(self, places: NDArray[np.int64]) -> Vector:
         seconds = self._base[places]
@@ -356,7 +360,7 @@ class Pace:
             time.sleep(left)
 
 
-_VECTORS = ("now", "closed", "total", "computing", "waiting", "communicating", "hidden")
+_VECTORS = ("now", "closed", "start", "arrival", "total", "computing", "waiting", "communicating", "hidden")
 
 
 def _ticks(seconds: float) -> float:

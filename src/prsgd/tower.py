@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prsgd.averaging.base import Averaging, Header, Landing, Sums
-from prsgd.clocks import Timekeeper
+from prsgd.clocks import Sent, Timekeeper
 from prsgd.comm.base import Communicator
 from prsgd.errors import DivergedError, MismatchError, PeerError, PrsgdError
 from prsgd.flight import Boarding, Flight, Hangar
@@ -79,13 +79,9 @@ class Tower:
             flight.copy_seconds += flight.landing.copy_seconds
             flight.flight_seconds = flight.work.flight_seconds()
             if flight.landing.header.sums.workers:  # a last handshake, in which nobody had anything new, is no average
-                self._clock.arrived(
-                    round=self._ledger.round + 1,
-                    bytes_sent=flight.landing.bytes_sent,
-                    server_bytes_sent=flight.landing.server_bytes_sent,
-                    hops=flight.landing.hops,
-                    flight_seconds=flight.flight_seconds,
-                )
+                landing = flight.landing
+                sent = Sent(landing.bytes_sent, landing.server_bytes_sent, landing.hops, landing.hears)
+                self._clock.arrived(sent, round=self._ledger.round + 1, flight_seconds=flight.flight_seconds)
         return flight.landing
 
     def arrive(self, flight: Flight) -> Landing:

@@ -87,6 +87,8 @@ class Landing:
     """By a parameter server, where there is one."""
     hops: int = 0
     """Messages one after another that it took; 0: as many as a sum takes."""
+    hears: tuple[tuple[int, ...], ...] | None = None
+    """By hosted worker: those whose models it waited for; None: all."""
     copy_seconds: float = 0.0
     """Spent on making the target after it had arrived."""
     mean: Tensor | None = None

@@ -118,6 +118,7 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
                 header=replace(header, sums=header.sums._replace(workers=comm.num_workers - len(bad), bad=len(bad))),
                 bytes_sent=bytes_sent,
                 hops=1,
+                hears=tuple(tuple(np.flatnonzero(weights[worker]).tolist()) for worker in comm.workers),
                 copy_seconds=time.perf_counter() - began,
                 mean=snap.mean(dim=0) if len(snap) == comm.num_workers and not bad else None,
                 shared=False,

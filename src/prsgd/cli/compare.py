@@ -176,4 +176,4 @@ def _what(configs: list[Config]) -> str:
 
     one = configs[0]
     length = number_of(one.steps, "step") if one.epochs is None else number_of(one.epochs, "epoch")
-    return f"{one.task}, {one.model}, {one.workers} workers, batch {one.batch_size} each, {length}"
+    return f"{one.task}, {one.model}, {number_of(one.workers, 'worker')}, batch {one.batch_size} each, {length}"

@@ -57,7 +57,9 @@ def draw(groups: Sequence[Group], folder: Path) -> list[Path]:
     made: dict[str, Callable[[], Figure]] = {chart.key: partial(_chart, chart) for chart in charts(groups)}
     split, drawn, named, placed = first_split(groups), timelines(groups), time_shares(groups), places(groups)
     if placed:
-        made["methods"] = lambda: _places(placed)
+        config = groups[0].runs[0].config
+        title = f"{config['model']} on {config['task']}, {config['workers']} workers: quality at the end, and its cost"
+        made["methods"] = lambda: _places(placed, title)
     if split is not None:
         made["split"] = lambda: _bars(split)
     if drawn:
@@ -159,7 +161,7 @@ def _chart(chart: Chart) -> Figure:
     return figure
 
 
-def _places(found: Sequence[Place]) -> Figure:
+def _places(found: Sequence[Place], title: str) -> Figure:
     """A panel for each cost, all with the same scale of quality."""
     from matplotlib.figure import Figure
 
@@ -185,11 +187,16 @@ def _places(found: Sequence[Place]) -> Figure:
                 linestyle="none",
                 label=place.name if axes is panels[0] else None,
             )
-        axes.set_xscale("log")
-        _log_ticks(axes.xaxis, *axes.get_xlim())
+        found_costs = [cost(place) for place in found]
+        if min(found_costs) > 0 and max(found_costs) > 2 * min(found_costs):
+            axes.set_xscale("log")
+            _log_ticks(axes.xaxis, *axes.get_xlim())
+        else:  # a narrow range stretched over the panel would make much of little
+            axes.set_xlim(0, 1.08 * max(found_costs))
         axes.set_xlabel(label)
     for row in range(rows):
         panels[row * columns].set_ylabel(found[0].quality)
+    figure.suptitle(title, fontsize=8)
     figure.legend(loc="outside lower center", ncols=4, handletextpad=0.3, columnspacing=1.2)
     return figure
 
