@@ -111,9 +111,11 @@ def commands(groups: Sequence[Group]) -> list[list[str]]:
 
 def _compare(runs: Sequence[Run]) -> list[str]:
     """The line that makes these runs and no others; empty if there is none."""
-    made = [(run.config["method"], *_varied(run.config), run.config["seed"]) for run in runs]
-    if len({method for method, *_ in made}) > 1 and all(_has_own_period(run.config) for run in runs):
+    made = [tuple(run.config.get(key) for key in (*_VARIED, "seed")) for run in runs]
+    if len({method for method, *_ in made}) > 1 and all(_is_own(run.config, "period") for run in runs):
         made = [(method, None, overlap, seed) for method, _, overlap, seed in made]
+    if all(_is_own(run.config, "overlap") for run in runs):
+        made = [(method, period, None, seed) for method, period, _, seed in made]
     methods, periods, overlaps, seeds = (list(dict.fromkeys(column)) for column in zip(*made))
     without = {method for method, period, _, _ in made if period is None}
     numbers = [period for period in periods if period is not None]
@@ -132,22 +134,18 @@ def _compare(runs: Sequence[Run]) -> list[str]:
     return ["prsgd compare", *_typed({**runs[0].config, **words}), f"--seeds {count}"]
 
 
-def _varied(config: dict[str, Any]) -> tuple[Any, Any]:
-    """The period, and the overlap if it is not the method's own."""
+def _is_own(config: dict[str, Any], key: str) -> bool:
+    """Is the period, or the overlap, what the method has unless another is given?"""
     own = METHODS.get(config["method"])
-    overlap = config.get("overlap") or 0
-    return config.get("period"), None if overlap == (own.overlap if own is not None else 0) else overlap
-
-
-def _has_own_period(config: dict[str, Any]) -> bool:
-    own = METHODS.get(config["method"])
-    return own is not None and config.get("period") == own.period
+    if own is None:
+        return key == "overlap" and not config.get(key)
+    return bool(config.get(key) == getattr(own, key))
 
 
 def _given(config: dict[str, Any], key: str) -> Any:
     """What was typed; the seconds of a round follow from its period, where it has one."""
-    if key == "overlap":
-        return _varied(config)[1]
+    if key == "overlap" and _is_own(config, key):
+        return None
     return None if key == "seconds" and config.get("period") is not None else config.get(key)
 
 
