@@ -22,7 +22,7 @@ from prsgd.comm.base import Then
 from prsgd.config import Config
 from prsgd.experiment import run
 from prsgd.methods import METHODS, Method, Parts
-from prsgd.report.places import places, seconds_on
+from prsgd.report.places import far_below, places, seconds_on
 from prsgd.report.read import read
 from prsgd.report.series import baseline, group
 from tests.test_report import make_run
@@ -201,6 +201,16 @@ def test_places(tmp_path: Path) -> None:
     base = baseline(group(read([tmp_path])))
     assert base is not None
     assert base.name == "minibatch-sgd"
+
+
+def test_what_is_far_below_does_not_squeeze_the_others(tmp_path: Path) -> None:
+    ends = {"minibatch-sgd": 0.97, "qsgd": 0.96, "terngrad": 0.975, "top-k": 0.965, "sign-sgd": 0.97, "one-shot": 0.6}
+    for name, end in ends.items():
+        period = None if name in ("minibatch-sgd", "one-shot") else 1
+        make_run(tmp_path / name, method=name, period=period, accuracies=(0.1, 0.5, end))
+    found = places(group(read([tmp_path])))
+    assert [place.name for place in far_below(found)] == ["one-shot"]
+    assert far_below([place for place in found if place.name != "one-shot"]) == []
 
 
 def test_places_without_seconds_where_speeds_matter(tmp_path: Path) -> None:

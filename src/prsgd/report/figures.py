@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prsgd.report.curves import Chart, Curve, charts
-from prsgd.report.places import Place, places
+from prsgd.report.places import Place, far_below, places
 from prsgd.report.series import Group
 from prsgd.report.timeline import draw as draw_timelines
 from prsgd.report.timeline import draw_shares
@@ -174,8 +174,19 @@ def _places(found: Sequence[Place], title: str) -> Figure:
     rows = -(-len(costs) // columns)
     figure = Figure(figsize=(7.0, 0.9 + 2.1 * rows + 0.16 * -(-len(found) // 4)), layout="constrained")
     panels = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
+    low = far_below(found)
+    shown = [place for place in found if place not in low]
+    floor = min(place.score.mean - (place.score.spread or 0.0) for place in shown)
+    top = max(place.score.mean + (place.score.spread or 0.0) for place in shown)
     for axes, (label, cost) in zip(panels, costs):
-        for place in found:
+        for place in low:  # at the lower edge, with its number
+            under = floor - 0.08 * (top - floor)
+            axes.plot(cost(place), under, color=COLOURS[place.style % len(COLOURS)], linestyle="none",
+                      marker=_MARKERS[place.style % len(_MARKERS)], markersize=5,
+                      label=place.name if axes is panels[0] else None)  # fmt: skip
+            axes.annotate(f"{place.score.mean:.0f} ↓", (cost(place), under), (6, 0), textcoords="offset points",
+                          fontsize=6.5, va="center")  # fmt: skip
+        for place in shown:
             axes.errorbar(
                 cost(place),
                 place.score.mean,

@@ -54,6 +54,18 @@ def places(groups: Sequence[Group]) -> list[Place]:
     return found
 
 
+def far_below(found: Sequence[Place]) -> list[Place]:
+    """At most two that are so much worse that the others could not be told apart beside them; only of accuracies."""
+    ranked = sorted(found, key=lambda place: place.score.mean)
+    if "accuracy" not in found[0].quality or len(ranked) < 2 * LEAST_METHODS:
+        return []
+    top = ranked[-1].score.mean
+    for count in (1, 2):
+        if top - ranked[0].score.mean > 4 * (top - ranked[count].score.mean):
+            return ranked[:count]
+    return []
+
+
 def seconds_on(run: Run, name: str) -> float:
     """What the run would have taken on a cluster whose workers are all alike: computing, and averages not hidden."""
     cluster = clusters.load(name, int(run.config["workers"]))
