@@ -60,6 +60,11 @@ def rank_each(rank: int, function: Any, names: list[str], *args: Any) -> dict[st
     return {name: function(rank, name, *args) for name in names}
 
 
+def rank_overlaps(rank: int, function: Any, names: list[str], overlaps: list[int], *args: Any) -> dict[int, Any]:
+    """The same for several overlaps."""
+    return {overlap: {name: function(rank, name, overlap, *args) for name in names} for overlap in overlaps}
+
+
 def trained(rank: int, name: str, overlap: int, num_steps: list[int]) -> Any:
     options: dict[str, Any] = {"schedule": prsgd.every(2), "overlap": overlap, "averaging": fresh(name)}
     row, local, net = train_model(rank, num_steps[rank], kind="batchnorm", **options)
@@ -79,11 +84,10 @@ def hosted_by_two(rank: int, name: str) -> Any:
     return fleet.rows.clone(), numbers(local)
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 2])
-def test_in_process_and_over_gloo_it_is_the_same(overlap: int) -> None:
-    ranks = run_ranks(rank_each, 3, trained, list(ALL), overlap, NUM_STEPS)
-    for name in ALL:
-        check_alike(name, overlap, [found[name] for found in ranks])
+def test_in_process_and_over_gloo_it_is_the_same() -> None:
+    ranks = run_ranks(rank_overlaps, 3, trained, list(ALL), [0, 1, 2], NUM_STEPS)
+    for overlap, name in product([0, 1, 2], ALL):
+        check_alike(name, overlap, [found[overlap][name] for found in ranks])
 
 
 def check_alike(name: str, overlap: int, ranks: list[Any]) -> None:
@@ -172,21 +176,20 @@ def test_workers_that_keep_apart_end_with_one_mean_after_a_stop_without_an_avera
         torch.testing.assert_close(again.rows[0], mean, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("overlap", [0, 2])
-def test_workers_that_run_out_of_data_answer(overlap: int) -> None:
+def test_workers_that_run_out_of_data_answer() -> None:
     names = [*GATHERED, "bfloat16"]
-    ranks = run_ranks(rank_each, 3, trained, names, overlap, [3, 5, 8])
-    for rank, name in product(ranks, names):
+    ranks = run_ranks(rank_overlaps, 3, trained, names, [0, 2], [3, 5, 8])
+    for rank, overlap, name in product(ranks, [0, 2], names):
         rows, local, _ = train_fleet(
             [3, 5, 8], kind="batchnorm", schedule=prsgd.every(2), overlap=overlap, averaging=fresh(name)
         )
-        row, records, *_ = rank[name]
-        assert torch.equal(row, ranks[0][name][0])
+        row, records, *_ = rank[overlap][name]
+        assert torch.equal(row, ranks[0][overlap][name][0])
         torch.testing.assert_close(row, rows[0], rtol=0, atol=3e-2 if name == "bfloat16" else 1e-10)
         assert [r[2] for r in records] == [r.workers for r in local.records]
 
 
-def evaluated(rank: int, name: str, num_steps: list[int], overlap: int = 0) -> Any:
+def evaluated(rank: int, name: str, overlap: int, num_steps: list[int]) -> Any:
     net = model("batchnorm")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     found = []
@@ -208,11 +211,10 @@ def evaluated(rank: int, name: str, num_steps: list[int], overlap: int = 0) -> A
     return found
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_a_consensus_is_exact(overlap: int) -> None:
-    ranks = run_ranks(rank_each, 3, evaluated, list(ALL), [8, 8, 8], overlap)
-    for name in ALL:
-        times = list(zip(*(rank[name] for rank in ranks), strict=True))
+def test_a_consensus_is_exact() -> None:
+    ranks = run_ranks(rank_overlaps, 3, evaluated, list(ALL), [0, 1], [8, 8, 8])
+    for overlap, name in product([0, 1], ALL):
+        times = list(zip(*(rank[overlap][name] for rank in ranks), strict=True))
         assert len(times) == 2
         for pairs in times:
             exact = torch.stack([own for own, _ in pairs]).mean(dim=0)
@@ -222,7 +224,7 @@ def test_a_consensus_is_exact(overlap: int) -> None:
 
 def test_those_that_are_done_answer_a_consensus() -> None:
     names = ["4 bits", "sparse", "bfloat16"]
-    ranks = run_ranks(rank_each, 3, evaluated, names, [2, 8, 8])
+    ranks = run_ranks(rank_each, 3, evaluated, names, 0, [2, 8, 8])
     for name in names:
         found = [rank[name] for rank in ranks]
         assert [len(f) for f in found] == [0, 1, 1]
@@ -297,10 +299,9 @@ def left_early(rank: int, name: str, overlap: int) -> Any:
 
 
 def test_a_consensus_while_the_other_has_left() -> None:
-    for overlap in (0, 1):
-        one, other = run_ranks(rank_each, 2, left_early, ["ring", "4 bits", "bfloat16"], overlap)
-        assert one == other
-        assert len(one["ring"]) == 6 + overlap
+    one, other = run_ranks(rank_overlaps, 2, left_early, ["ring", "4 bits", "bfloat16"], [0, 1])
+    assert one == other
+    assert [len(one[overlap]["ring"]) for overlap in (0, 1)] == [6, 7]
 
 
 def at_other_steps(rank: int, name: str) -> Any:
@@ -366,8 +367,8 @@ def looked(rank: int, name: str, looks: int) -> Tensor:
 
 def test_looking_does_not_change_the_run_over_gloo() -> None:
     names = ["sign", "sparse", "4 bits"]
-    without, looks = (run_ranks(rank_each, 3, looked, names, count)[1] for count in (0, 3))
-    assert all(torch.equal(without[name], looks[name]) for name in names)
+    found = run_ranks(rank_overlaps, 3, looked, names, [0, 3])[1]  # the number is that of the looks
+    assert all(torch.equal(found[0][name], found[3][name]) for name in names)
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
