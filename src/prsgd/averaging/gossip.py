@@ -90,14 +90,15 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
             )
 
     def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
-        weights = self.matrix(comm.num_workers)
-        outgoing, incoming = _routes(weights, comm.workers)
         if header.sums.done:
             if header.sums.done < len(snap):
                 raise MismatchError(f"a worker of this process has run out of data before the others: {_TOGETHER}")
             told = self._tell(comm, IS_DONE, header)
             return Then(told, lambda _: _exact_mean(comm, snap, header))
         told = self._tell(comm, AVERAGES, header)
+        weights = self.matrix(comm.num_workers)
+        outgoing, incoming = _routes(weights, comm.workers)
+        hears = tuple(tuple(np.flatnonzero(weights[worker]).tolist()) for worker in comm.workers)
         snap = snap.to(header.exact.dtype)  # of sums; a half-precision fleet's rows are as they lie
         here = dict(zip(comm.workers, snap))
         received = {route: torch.empty_like(snap[0]) for route in incoming}
@@ -108,8 +109,7 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
             began = time.perf_counter()
             bad = both[0] | {worker for worker, is_bad in zip(comm.workers, header.bad) if is_bad}
             targets = torch.empty_like(snap)
-            for target, worker in zip(targets, comm.workers):
-                sources = np.flatnonzero(weights[worker]).tolist()
+            for target, worker, sources in zip(targets, comm.workers, hears):
                 rows = {j: here[j] if j in here else received[(j, worker)] for j in sources if j not in bad}
                 _mix(target, worker, rows, weights[worker])
             self._notice(bool(targets[:, :1].isnan().any()), comm.num_workers)
@@ -118,7 +118,7 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
                 header=replace(header, sums=header.sums._replace(workers=comm.num_workers - len(bad), bad=len(bad))),
                 bytes_sent=bytes_sent,
                 hops=1,
-                hears=tuple(tuple(np.flatnonzero(weights[worker]).tolist()) for worker in comm.workers),
+                hears=hears,
                 copy_seconds=time.perf_counter() - began,
                 mean=snap.mean(dim=0) if len(snap) == comm.num_workers and not bad else None,
                 shared=False,

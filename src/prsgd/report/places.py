@@ -12,7 +12,7 @@ from statistics import fmean
 
 from prsgd import cluster as clusters
 from prsgd.report.read import Run
-from prsgd.report.series import Group, Measured, measured
+from prsgd.report.series import Group, Measured, rows
 
 CLUSTERS = ("lan-1g", "wan")
 LEAST_METHODS = 3
@@ -36,21 +36,19 @@ class Place:
 
 def places(groups: Sequence[Group]) -> list[Place]:
     """Of all finished groups, if they differ in method enough."""
-    done = [(style, group) for style, group in enumerate(groups) if group.finished]
-    if len({run.config["method"] for _, group in done for run in group.runs}) < LEAST_METHODS:
+    done = [(style, *pair) for style, pair in enumerate(zip(groups, rows(groups))) if pair[0].finished]
+    if len({run.config["method"] for _, group, _ in done for run in group.runs}) < LEAST_METHODS:
         return []
-    comparable = all(_equally_fast(run) for _, group in done for run in group.counted)
+    comparable = all(_equally_fast(run) for _, group, _ in done for run in group.counted)
     found = []
-    for style, group in done:
-        lasts = [run.last for run in group.counted if run.last is not None]
-        accuracies = [100 * last.test_accuracy for last in lasts if last.test_accuracy is not None]
-        score = measured(accuracies or [last.train_loss for last in lasts])
+    for style, group, row in done:
+        score = row.test_accuracy or row.train_loss
         assert score is not None, "it is finished"
+        assert row.megabytes is not None
+        assert row.rounds is not None
         seconds = {name: fmean(seconds_on(run, name) for run in group.counted) for name in CLUSTERS if comparable}
-        megabytes = fmean(run.bytes_sent for run in group.counted) / 1e6
-        rounds = fmean(len(run.averages) for run in group.counted)
-        quality = "test accuracy (%)" if accuracies else "training loss"
-        found.append(Place(group.name, style, quality, score, megabytes, rounds, seconds))
+        quality = "test accuracy (%)" if row.test_accuracy else "training loss"
+        found.append(Place(group.name, style, quality, score, row.megabytes, row.rounds, seconds))
     return found
 
 
