@@ -13,7 +13,8 @@ import torch
 from prsgd import datasets, tasks
 from prsgd.errors import DataError
 from prsgd.tasks import synthetic
-from prsgd.tasks.cifar10 import MARGIN, crop_and_flip, prepare
+from prsgd.tasks.cifar10 import crop_and_flip, prepare
+from prsgd.tasks.cifar10_16px import halved
 from prsgd.tasks.resnet import resnet
 
 
@@ -36,22 +37,38 @@ def test_resnets_have_the_papers_sizes() -> None:
     assert tasks.find("cifar10").models["resnet20"]()(prepare(torch.zeros(2, 3, 32, 32).byte())).shape == (2, 10)
 
 
-def test_crops_are_windows_of_the_framed_image() -> None:
-    images = torch.randint(1, 255, (64, 3, 32, 32), dtype=torch.uint8)
-    framed = torch.nn.functional.pad(images, (MARGIN,) * 4)
+def test_the_small_resnets_have_the_stated_sizes() -> None:
+    task = tasks.find("cifar10-16px")
+    sizes = {name: sum(p.numel() for p in make().parameters()) for name, make in task.models.items()}
+    assert {name: round(n / 1e3) for name, n in sizes.items()} == {"resnet8": 19, "resnet8-wide": 75}
+    for make in task.models.values():
+        assert make()(task.prepare(torch.zeros(2, 3, 16, 16).byte())).shape == (2, 10)
+
+
+def test_a_halved_image_has_the_means_of_its_pixels() -> None:
+    images = torch.randint(256, (5, 3, 32, 32), dtype=torch.uint8)
+    exact = torch.nn.functional.avg_pool2d(images.double(), 2)
+    assert torch.equal(halved(images), (exact + 0.5).floor().to(torch.uint8))
+    assert halved(torch.full((1, 1, 2, 2), 255, dtype=torch.uint8)).tolist() == [[[[255]]]]
+
+
+@pytest.mark.parametrize(("size", "margin"), [(32, 4), (16, 2)])
+def test_crops_are_windows_of_the_framed_image(size: int, margin: int) -> None:
+    images = torch.randint(1, 255, (64, 3, size, size), dtype=torch.uint8)
+    framed = torch.nn.functional.pad(images, (margin,) * 4)
     found = crop_and_flip(images, torch.Generator().manual_seed(0))
     seen = set()
     for image, whole in zip(found, framed):
         where = [
             (top, left, flipped)
-            for top in range(2 * MARGIN + 1)
-            for left in range(2 * MARGIN + 1)
+            for top in range(2 * margin + 1)
+            for left in range(2 * margin + 1)
             for flipped in (False, True)
-            if torch.equal(image.flip(2) if flipped else image, whole[:, top : top + 32, left : left + 32])
+            if torch.equal(image.flip(2) if flipped else image, whole[:, top : top + size, left : left + size])
         ]
         assert len(where) == 1
         seen.add(where[0])
-    assert len({t for t, _, _ in seen}) > 5
+    assert {t for t, _, _ in seen} == set(range(2 * margin + 1))
     assert {f for _, _, f in seen} == {False, True}
     assert torch.equal(found, crop_and_flip(images, torch.Generator().manual_seed(0)))
 

@@ -15,6 +15,7 @@ MODULES = {
     "digits": "prsgd.tasks.digits",
     "fashion-mnist": "prsgd.tasks.fashion_mnist",
     "cifar10": "prsgd.tasks.cifar10",
+    "cifar10-16px": "prsgd.tasks.cifar10_16px",
     "synthetic": "prsgd.tasks.synthetic",
 }
 """Each has a ``TASK``. Loaded when asked for: they import torch."""

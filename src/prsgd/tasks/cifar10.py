@@ -13,7 +13,6 @@ from prsgd.tasks.resnet import resnet
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 """Of the training images' channels."""
-MARGIN = 4
 
 
 def load() -> Data:
@@ -28,15 +27,16 @@ def prepare(images: Tensor) -> Tensor:
 
 
 def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
-    """A random 32x32 window of each image with a black margin of 4, mirrored half of the time.
+    """A random window of each image with a black margin of an eighth (4 of 32), of its size, mirrored half of the time.
 
     >>> images = torch.arange(2 * 3 * 32 * 32, dtype=torch.uint8).view(2, 3, 32, 32)
     >>> crop_and_flip(images, torch.Generator().manual_seed(0)).shape
     torch.Size([2, 3, 32, 32])
     """
     n, _, height, width = images.shape
-    framed = pad(images, (MARGIN,) * 4)
-    top, left = torch.randint(2 * MARGIN + 1, (2, n, 1), generator=generator).to(images.device)
+    margin = height // 8
+    framed = pad(images, (margin,) * 4)
+    top, left = torch.randint(2 * margin + 1, (2, n, 1), generator=generator).to(images.device)
     mirrored = torch.rand(n, 1, generator=generator).to(images.device) < 0.5
     across = torch.arange(width, device=images.device).expand(n, -1)
     rows = top + torch.arange(height, device=images.device)
