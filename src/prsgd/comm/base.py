@@ -97,6 +97,8 @@ class Communicator(Protocol):
     num_workers: int
     workers: range
     """The ids of the workers hosted in this process."""
+    ranks: tuple[int, ...] = ()
+    """The torch.distributed ranks of the processes that host the workers; empty: no process but this one."""
     timeout_seconds: float
     """How long ``wait`` waits unless it is told."""
 

@@ -1,0 +1,86 @@
+"""The TCP sockets of this process, as Linux tells: what is needed to end gloo's connections, which gloo itself cannot.
+
+An endpoint is an address and a port as /proc writes them, "0100007F:1F90".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+_ESTABLISHED, _LISTENS = "01", "0A"
+
+
+class _Socket(NamedTuple):
+    fd: int
+    inode: str
+    local: str
+    remote: str
+    state: str
+
+
+def listening() -> set[str]:
+    """The endpoints on which this process listens; none where there is no /proc."""
+    return {s.local for s in _sockets() if s.state == _LISTENS}
+
+
+def established(endpoints: Collection[str]) -> int:
+    """How many connections this process has that were made to or from one of these, and that neither side has ended."""
+    return sum(s.state == _ESTABLISHED for s in _connected(endpoints))
+
+
+def shut(endpoints: Collection[str]) -> None:
+    """End this process's connections that were made to or from one of these, in both directions.
+
+    Whoever waits for something to come or go over one fails at once, on both sides. The sockets stay open until their
+    owner closes them.
+    """
+    for found in _connected(endpoints):
+        with contextlib.suppress(OSError):  # its owner closed it just now, or the peer did
+            _shut(found)
+
+
+def _connected(endpoints: Collection[str]) -> list[_Socket]:
+    return [s for s in _sockets() if s.state != _LISTENS and (s.local in endpoints or s.remote in endpoints)]
+
+
+def _shut(found: _Socket) -> None:
+    duplicate = os.dup(found.fd)
+    if str(os.fstat(duplicate).st_ino) != found.inode:  # closed meanwhile, and the number is another file's
+        os.close(duplicate)
+        return
+    with socket.socket(fileno=duplicate) as same:
+        same.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> list[_Socket]:
+    mine = _own_inodes()
+    found = []
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path("/proc/self/net", table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            if fields[9] in mine:
+                found.append(_Socket(mine[fields[9]], fields[9], fields[1], fields[2], fields[3]))
+    return found
+
+
+def _own_inodes() -> dict[str, int]:
+    """The open sockets' inodes, and a descriptor of each."""
+    found = {}
+    try:
+        descriptors = os.listdir("/proc/self/fd")
+    except OSError:
+        return {}
+    for name in descriptors:
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:["):
+                found[target[8:-1]] = int(name)
+    return found

@@ -1,0 +1,335 @@
+"""How a run's connections end: by an error while an average travels, by garbage collection, with the interpreter."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import prsgd
+from prsgd.comm import connection, sockets
+from tests.problems import batch, model, train_fleet, train_model
+from tests.ranks import run_ranks
+
+SCRIPT = """
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import prsgd
+from prsgd.comm import connection, sockets
+from tests.problems import batch, model
+
+shape, kind, folder = sys.argv[1:]
+torch.set_num_threads(1)
+rank = prsgd.init().workers.start
+net = model()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+comm = prsgd.TorchDistributed(shape=shape)
+local = prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4), overlap=1, comm=comm)
+
+
+def train():
+    for t in range(100):
+        if t == 7 and rank == 0:  # the second average travels
+            Path(folder, "raises").touch()
+            raise KeyError("mine")
+        if t == 6 and rank != 0:  # the others have not come to it
+            while not Path(folder, "go" if kind == "late" else "raises").exists():
+                time.sleep(0.01)
+        x, y = batch(rank, t)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+
+if kind == "started" and rank == 0:
+    local.start()
+    train()
+else:
+    with local:
+        train()
+"""
+
+
+def start_ranks(script: Path, num_ranks: int, *args: str, **more: str) -> list[subprocess.Popen[str]]:
+    """A script of the user's own, as torchrun would start it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    root = Path(__file__).parent.parent
+    common = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "MASTER_ADDR": "127.0.0.1", **more}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(script), *args],
+            env={**common, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(num_ranks)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_ranks", "kind"),
+    [
+        ("all-reduce", 2, "late"),
+        ("all-reduce", 3, "meanwhile"),
+        ("all-reduce", 2, "started"),
+        ("parameter-server", 3, "late"),
+        ("parameter-server", 2, "meanwhile"),
+    ],
+)
+def test_a_rank_that_raises_with_an_average_in_flight(shape: str, num_ranks: int, kind: str, tmp_path: Path) -> None:
+    """It ends with its own traceback, and does not wait for the others; they fail when they come to the average."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ranks = start_ranks(script, num_ranks, shape, kind, str(tmp_path))
+    try:
+        _, said = ranks[0].communicate(timeout=60)
+        assert said.splitlines()[-1].endswith("KeyError: 'mine'"), said
+        assert ranks[0].returncode == 1
+        (tmp_path / "go").touch()
+        for rank in ranks[1:]:
+            _, said = rank.communicate(timeout=60)
+            assert "prsgd.errors.PeerError: round " in said.splitlines()[-1], said
+            assert rank.returncode == 1
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+TRAINS = """
+import torch
+
+import prsgd
+from tests.problems import train_model
+
+torch.set_num_threads(1)
+comm = prsgd.init()
+rank = comm.workers.start
+row, local, _ = train_model(rank, 6, schedule=prsgd.every(4), overlap=1)
+print(row.tolist())
+if rank == 0:
+    raise KeyError("mine")
+"""
+
+
+def test_torchs_debug_mode(tmp_path: Path) -> None:
+    """It puts a wrapper around every group that torch makes."""
+    script = tmp_path / "script.py"
+    script.write_text(TRAINS)
+    ranks = start_ranks(script, 2, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    rows, _, _ = train_fleet([6, 6], schedule=prsgd.every(4), overlap=1)
+    try:
+        for rank, process in enumerate(ranks):
+            said, errors = process.communicate(timeout=90)
+            assert process.returncode == 1 - rank, errors
+            found = torch.tensor(json.loads(said), dtype=torch.float64)
+            torch.testing.assert_close(found, rows[rank], rtol=1e-12, atol=1e-14)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def rank_survives(rank: int, given: bool, shape: str, awaited: str) -> str:
+    """Rank 0 fails while an average travels, and lives on; rank 1 comes to it when another one's failure is known."""
+    group = dist.new_group([0, 1, 2]) if given else None
+    comm = prsgd.TorchDistributed(group, shape=shape)
+    store = dist.distributed_c10d._get_default_store()
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    said = "none"
+    try:
+        with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4), overlap=1, comm=comm):
+            for t in range(100):
+                if t == 7 and rank == 0:
+                    raise KeyError("mine")
+                if t == 6 and rank == 1:
+                    store.wait([awaited])
+                x, y = batch(rank, t)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(x), y).backward()
+                optimizer.step()
+    except (KeyError, prsgd.PeerError) as error:
+        said = f"{type(error).__name__}: {error}"
+    store.set(f"rank {rank} failed", "")
+    dist.barrier(group)  # the user's groups are as they were, and nobody has left
+    return said
+
+
+@pytest.mark.parametrize(
+    ("given", "shape", "awaited"),
+    [
+        (False, "all-reduce", "rank 0 failed"),
+        (False, "parameter-server", "rank 2 failed"),
+        (True, "all-reduce", "rank 0 failed"),
+        # In a ring rank 2 waits for what comes from rank 1, and only sees that its connection with rank 0 is gone.
+        (False, "all-reduce", "rank 2 failed"),
+    ],
+)
+def test_peers_fail_though_the_process_that_failed_lives_on(given: bool, shape: str, awaited: str) -> None:
+    first, *others = run_ranks(rank_survives, 3, given, shape, awaited)
+    assert first == "KeyError: 'mine'"
+    for worker, said in enumerate(others, 1):
+        assert said.startswith(f"PeerError: round 2, worker {worker}: a peer failed or left"), said
+
+
+def held() -> tuple[int, int, int]:
+    """Python's threads, all threads and open files of this process."""
+    gc.collect()
+    tasks, files = (len(list(Path("/proc/self", name).iterdir())) for name in ("task", "fd"))
+    return threading.active_count(), tasks, files
+
+
+def rank_again(rank: int, kind: str) -> list[tuple[int, int, int]]:
+    counted = []
+    for _ in range(10):
+        if kind == "fleet":
+            train_fleet([5, 5, 5, 5], schedule=prsgd.every(4), overlap=1)
+        elif kind == "server":
+            comm = prsgd.TorchDistributed(shape="parameter-server")
+            train_model(rank, 5, schedule=prsgd.every(4), overlap=1, comm=comm)
+            del comm
+        elif kind == "never run":
+            prsgd.TorchDistributed().all_reduce(torch.zeros(1)).wait()
+        elif kind == "in flight":  # nobody waits for it, and rank 1 comes when rank 0 has left
+            comm = prsgd.TorchDistributed()
+            comm.all_reduce(torch.zeros(1)).wait()
+            if rank == 0:
+                comm.all_reduce(torch.zeros(1))
+            del comm
+        else:
+            assert kind == "own"
+            train_model(rank, 5, schedule=prsgd.every(4), overlap=1)
+        dist.barrier()
+        counted.append(held())
+    dist.barrier()  # what rank 1 takes with it is not to be counted
+    return counted
+
+
+@pytest.mark.parametrize("kind", ["fleet", "server", "never run", "in flight", "own"])
+def test_a_communicator_that_nobody_has_gives_back_what_it_held(kind: str) -> None:
+    for counted in run_ranks(rank_again, 2, kind):
+        assert counted[-1] == counted[1], counted  # the first one may have made what stays
+
+
+def rank_shares(rank: int) -> list[float]:
+    """A communicator that the user holds serves several runs, one after the other."""
+    comm = prsgd.TorchDistributed(num_workers=4)
+    found = []
+    for _ in range(3):
+        fleet = prsgd.Fleet(model(), 4, comm=comm)
+        optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+        with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2)):
+            optimizer.step()
+        del fleet, optimizer
+        gc.collect()
+        found.append(comm.all_reduce(torch.full((1,), rank + 1.0)).wait().item())
+    return found
+
+
+def test_a_communicator_that_the_user_holds_stays_open() -> None:
+    assert run_ranks(rank_shares, 2) == [[3.0] * 3] * 2
+
+
+def rank_forks(rank: int) -> tuple[int, float]:
+    """A data loader's process, say: it has a copy of the communicator, and lets go of it in every way there is."""
+    comm = prsgd.TorchDistributed()
+    comm.all_reduce(torch.zeros(1)).wait()
+    under_way = comm.all_reduce(torch.full((1,), rank + 1.0)) if rank == 0 else None
+    child = os.fork()
+    if child == 0:
+        del under_way, comm
+        gc.collect()
+        connection._end_all()
+        os._exit(5)
+    _, status = os.waitpid(child, 0)
+    if under_way is None:
+        under_way = comm.all_reduce(torch.full((1,), rank + 1.0))
+    return os.waitstatus_to_exitcode(status), under_way.wait().item()
+
+
+def test_a_fork_leaves_its_parents_connections_alone() -> None:
+    assert run_ranks(rank_forks, 2) == [(5, 3.0), (5, 3.0)]
+
+
+def rank_collected_elsewhere(rank: int) -> list[tuple[int, int, int]]:
+    counted = []
+    for number in (0, 3):
+        for _ in range(number):
+            comms = [prsgd.TorchDistributed()]
+            comms[0].all_reduce(torch.zeros(1)).wait()
+            thread = threading.Thread(target=comms.clear)
+            thread.start()
+            thread.join()
+        last = prsgd.TorchDistributed()
+        last.all_reduce(torch.zeros(1)).wait()
+        last.close()
+        dist.barrier()
+        counted.append(held())
+        dist.barrier()
+    return counted
+
+
+def test_what_another_thread_lets_go_of_is_closed_at_the_next_occasion() -> None:
+    for before, after in run_ranks(rank_collected_elsewhere, 2):
+        assert before == after
+
+
+def pair() -> tuple[socket.socket, socket.socket, socket.socket]:
+    """A listener, and the two ends of a connection to it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    there = socket.create_connection(listener.getsockname())
+    here, _ = listener.accept()
+    for end in (here, there):
+        end.settimeout(20)
+    return listener, here, there
+
+
+def test_only_the_given_endpoints_connections_are_shut() -> None:
+    before = sockets.listening()
+    listener, here, there = pair()
+    endpoints = sockets.listening() - before
+    assert len(endpoints) == 1
+    other = pair()
+    try:
+        sockets.shut(endpoints)
+        assert (here.recv(1), there.recv(1)) == (b"", b"")
+        other[1].sendall(b"a")
+        other[2].sendall(b"b")
+        assert (other[2].recv(1), other[1].recv(1)) == (b"a", b"b")
+        with socket.create_connection(listener.getsockname(), 20) as again:  # it still listens
+            again.sendall(b"c")
+    finally:
+        for end in (listener, here, there, *other):
+            end.close()
+
+
+def rank_given_stays(rank: int) -> float:
+    group = dist.new_group([0, 1])
+    prsgd.TorchDistributed(group).all_reduce(torch.zeros(1)).wait()
+    gc.collect()
+    number = torch.full((1,), rank + 1.0)
+    dist.all_reduce(number, group=group)
+    return number.item()
+
+
+def test_a_group_of_the_users_own_outlives_the_communicator() -> None:
+    assert run_ranks(rank_given_stays, 2) == [3.0, 3.0]
