@@ -41,7 +41,7 @@ def ride(schedule: prsgd.Schedule, clock: ClusterClock, ticks: int, overlap: int
     with prsgd.LocalSGD(fleet, optimizer, schedule=schedule, clock=clock, overlap=overlap) as local:
         for _ in range(ticks):
             optimizer.zero_grad()
-            fleet.backward(itself, torch.ones(n, 2, 3), torch.ones(n, 2))
+            fleet.backward(itself, torch.arange(1.0, n + 1).view(n, 1, 1).expand(n, 2, 3), torch.ones(n, 2))
             optimizer.step()
     return local
 
@@ -186,7 +186,7 @@ def test_a_state_goes_on_with_the_same_times(overlap: int) -> None:
         fleet, optimizer, _ = run
         for _ in range(ticks):
             optimizer.zero_grad()
-            fleet.backward(itself, torch.ones(4, 2, 3), torch.ones(4, 2))
+            fleet.backward(itself, torch.arange(1.0, 5.0).view(4, 1, 1).expand(4, 2, 3), torch.ones(4, 2))
             optimizer.step()
 
     whole = fresh()
@@ -224,7 +224,7 @@ def test_a_clock_wants_all_workers_in_one_process() -> None:
         ("step_time = '20ms'\nbandwidth = '0Gbit'", "bandwidth must be above 0, got '0Gbit'"),
         ("step_time = '20ms'\nbandwidth = 1000", "bandwidth must be a text with a unit, got 1000"),
         ("step_time = '20'\nbandwidth = '1Gbit'", "step_time must be a time with a unit such as"),
-        ("step_time = '0ms'\nbandwidth = '1Gbit'", "step_time must be a finite number > 0"),
+        ("step_time = '0ms'\nbandwidth = '1Gbit'", "step_time must be above 0, got '0ms'"),
         ("step_time = '20ms'\nbandwidth = '1GB/s'\nspeeds = [1, 2]", "speeds must have one entry per worker: 4 wor"),
         ("step_time = '20ms'\nbandwidth = '1GB/s'\nspeeds = [1, 2, -1, 1]", "speeds[2] must be a finite number > 0, g"),
         ("step_time = '20ms'\nbandwidth = '1GB/s'\nlatency = '5 parsec'", "latency must be a time with a unit such as"),

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import prsgd
+from prsgd.averaging.base import SUMS_WIDTH
 from prsgd.averaging.changes import Gathered
 from prsgd.averaging.packing import pack, packed_bytes, unpack
 from tests.problems import train_fleet, walk
 
 QUANTIZERS = {str(bits): prsgd.quantized(bits, bucket=32) for bits in (1, 2, 3, 4, 5, 8, 11, 16, "ternary")}
-HEADER = 8 * (10 + 1)
-"""Ten sums and the worker's weight, in the walk's float64."""
+HEADER = 8 * (SUMS_WIDTH + 1)
+"""The sums and the worker's weight, in the walk's float64."""
 
 
 def random(size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -105,17 +106,18 @@ def test_error_feedback_loses_nothing(averaging: Any) -> None:
     """Over any number of averages: what was sent and what is kept add up to what there was to send."""
     comm = prsgd.InProcess(3)
     point = random(50)
-    averaging.start(point)
+    memory = averaging.init(point, 3)
     header = make_header(3)
     total = torch.zeros(3, 50, dtype=torch.float64)
     moved = torch.zeros(50, dtype=torch.float64)
     for average in range(12):
         change = torch.stack([random(50, 100 * average + worker) for worker in range(3)])
-        before = averaging.state_dict()["point"]
-        target = averaging.launch(comm, before + change, header).wait().target
+        before = memory["point"]
+        landing = averaging.launch(memory, comm, before + change, header).wait()
+        memory = landing.memory
         total += change
-        moved += target - before
-        kept = averaging.state_dict()["residuals"]
+        moved += landing.target - before
+        kept = memory["residuals"]
         torch.testing.assert_close(moved + kept.mean(dim=0), total.mean(dim=0), rtol=0, atol=1e-12)
     assert float(kept.abs().max()) > 0
 
@@ -133,34 +135,36 @@ def make_header(n: int) -> prsgd.Header:
 def test_signs_by_hand() -> None:
     """Two numbers in one bucket. Worker 0 changes by (3, 1), worker 1 by (-1, 5), twice."""
     averaging = prsgd.quantized("sign")
-    averaging.start(torch.zeros(2, dtype=torch.float64))
+    memory = averaging.init(torch.zeros(2, dtype=torch.float64), 2)
     change = torch.tensor([[3.0, 1.0], [-1.0, 5.0]], dtype=torch.float64)
     comm = prsgd.InProcess(2)
-    landing = averaging.launch(comm, change, make_header(2)).wait()
+    landing = averaging.launch(memory, comm, change, make_header(2)).wait()
     # Scales 2 and 3: sent (2, 2) and (-3, 3), kept (1, -1) and (2, 2).
     assert landing.target is not None
     assert landing.target.tolist() == [-0.5, 2.5]
-    assert averaging.state_dict()["residuals"].tolist() == [[1.0, -1.0], [2.0, 2.0]]
+    assert landing.memory["residuals"].tolist() == [[1.0, -1.0], [2.0, 2.0]]
     # Next (4, 0) and (1, 7): scales 2 and 4, sent (2, 2) and (4, 4), kept (2, -2) and (-3, 3).
-    landing = averaging.launch(comm, landing.target + change, make_header(2)).wait()
+    assert landing.memory is not None
+    landing = averaging.launch(landing.memory, comm, landing.target + change, make_header(2)).wait()
     assert landing.target is not None
     assert landing.target.tolist() == [2.5, 5.5]
-    assert averaging.state_dict()["residuals"].tolist() == [[2.0, -2.0], [-3.0, 3.0]]
+    assert landing.memory["residuals"].tolist() == [[2.0, -2.0], [-3.0, 3.0]]
 
 
 @pytest.mark.parametrize(("bits", "unit"), [(4, 1.0), ("ternary", 7.0), (2, 7.0)], ids=["4 bits", "ternary", "2 bits"])
 def test_levels_walk_by_hand(bits: int | str, unit: float) -> None:
     """Changes that lie on levels need no coin: 4 bits have -7 ... 7 sevenths of the largest, three levels -1, 0, 1."""
     averaging = prsgd.quantized(bits)
-    averaging.start(torch.zeros(3, dtype=torch.float64))
+    memory = averaging.init(torch.zeros(3, dtype=torch.float64), 2)
     comm = prsgd.InProcess(2)
     first = torch.tensor([[7.0, unit * (bits == 4), -7.0], [0.0, 7.0, 7.0]], dtype=torch.float64)
-    landing = averaging.launch(comm, first, make_header(2)).wait()
+    landing = averaging.launch(memory, comm, first, make_header(2)).wait()
     assert landing.target is not None
     assert landing.target.tolist() == [3.5, 3.5 + (0.5 if bits == 4 else 0.0), 0.0]
     # From there: worker 0 by (14, -14, 0), worker 1 by (-14, 0, 14).
     second = landing.target + torch.tensor([[14.0, -14.0, 0.0], [-14.0, 0.0, 14.0]], dtype=torch.float64)
-    landing = averaging.launch(comm, second, make_header(2)).wait()
+    assert landing.memory is not None
+    landing = averaging.launch(landing.memory, comm, second, make_header(2)).wait()
     assert landing.target is not None
     assert landing.target.tolist() == [3.5, -3.5 + (0.5 if bits == 4 else 0.0), 7.0]
 
@@ -175,15 +179,16 @@ def test_one_scale_for_all() -> None:
 
 def test_the_largest_by_hand() -> None:
     averaging = prsgd.sparse(0.5)
-    averaging.start(torch.zeros(4, dtype=torch.float64))
+    memory = averaging.init(torch.zeros(4, dtype=torch.float64), 2)
     change = torch.tensor([[3.0, -4.0, 1.0, 2.0], [0.0, 1.0, 6.0, -5.0]], dtype=torch.float64)
     comm = prsgd.InProcess(2)
-    landing = averaging.launch(comm, change, make_header(2)).wait()
+    landing = averaging.launch(memory, comm, change, make_header(2)).wait()
     assert landing.target is not None
     assert landing.target.tolist() == [1.5, -2.0, 3.0, -2.5]
-    assert averaging.state_dict()["residuals"].tolist() == [[0.0, 0.0, 1.0, 2.0], [0.0, 1.0, 0.0, 0.0]]
+    assert landing.memory["residuals"].tolist() == [[0.0, 0.0, 1.0, 2.0], [0.0, 1.0, 0.0, 0.0]]
     nothing = landing.target.expand(2, -1).clone()
-    landing = averaging.launch(comm, nothing, make_header(2)).wait()
+    assert landing.memory is not None
+    landing = averaging.launch(landing.memory, comm, nothing, make_header(2)).wait()
     assert landing.target is not None
     assert landing.target.tolist() == [1.5, -1.5, 3.5, -1.5]  # what was kept goes now
     assert landing.bytes_sent == 4 + 2 * 2 + 2 * 8 + HEADER
@@ -226,7 +231,7 @@ def test_half_precision_by_hand() -> None:
                        averaging=prsgd.mean(dtype=torch.bfloat16))  # fmt: skip
     third = float(torch.tensor(1 / 3).bfloat16())
     assert path[0] == [1000.0 + third / 2] * 2
-    assert local.records[0].bytes_sent == 2 + 8 * 10  # 2 (N - 1) / N of one rounded number, and of ten sums as they are
+    assert local.records[0].bytes_sent == 2 + 8 * SUMS_WIDTH  # 2 (N - 1) / N of one rounded number, and of the sums
     assert math.isclose(path[0][0], 1000 + 1 / 6, rel_tol=0, abs_tol=1e-3)
 
 
@@ -259,12 +264,12 @@ def test_rounding_follows_the_seed() -> None:
 )
 def test_bytes_within_2_percent_of_the_format(averaging: Any, format_bytes: Any) -> None:
     p, n = 50_000, 4
-    averaging.start(torch.zeros(p))
+    memory = averaging.init(torch.zeros(p), n)
     header = prsgd.Header(
         make_header(n).sums, torch.zeros(0), torch.zeros(n, 0), counts=(True,) * n, bad=(False,) * n, steps=(1,) * n
     )
-    landing = averaging.launch(prsgd.InProcess(n), random(n * p, dtype=torch.float32).view(n, p), header).wait()
-    declared = (n - 1) * (format_bytes(p) + 11 * 4)
+    landing = averaging.launch(memory, prsgd.InProcess(n), random(n * p, dtype=torch.float32).view(n, p), header).wait()
+    declared = (n - 1) * (format_bytes(p) + (SUMS_WIDTH + 1) * 4)
     assert landing.bytes_sent == pytest.approx(declared, rel=0.02)
     assert landing.hops == n - 1
 

@@ -27,7 +27,10 @@ def test_four_workers_in_a_ring_by_hand() -> None:
     assert len(set(path[2])) == 1
     assert [r.drift for r in local.records[:2]] == pytest.approx([11.25, 13.8125])  # in one process the mean is known
     # To two neighbours each: a number of 8 bytes, and two that say what is about to happen. Then all meet.
-    assert [(r.bytes_sent, r.hops, r.workers) for r in local.records] == [*[(2 * 3 * 8, 1, 4)] * 2, (132, 0, 4)]
+    assert [(r.bytes_sent, r.hops, r.workers) for r in local.records] == [
+        *[(2 * 4 * 8, 1, 4)] * 2,
+        (2 * 3 * 8 + 168, 0, 4),
+    ]
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -123,7 +126,7 @@ def test_a_matrix() -> None:
     assert prsgd.gossip(third) == prsgd.gossip(np.array(third))  # type: ignore[arg-type]
     path, local = walk([0.0, 4.0, 8.0], schedule=prsgd.every(1), steps=1, averaging=prsgd.gossip(third))  # type: ignore[arg-type]
     assert path[0] == [1.0, 2.5, 2.5]  # of (0, 2, 4): what worker 0 takes is half of itself, half of worker 1
-    assert local.records[0].bytes_sent == round(5 / 3 * 3 * 8)  # five messages by three workers
+    assert local.records[0].bytes_sent == round(5 / 3 * 4 * 8)  # five messages by three workers
 
 
 def test_bad_input() -> None:
@@ -193,7 +196,7 @@ def test_only_neighbours_speak_until_the_end() -> None:
     for during, sent, told, drifts in run_ranks(rank_counted, 4):
         assert during == 0
         assert sent == sum(told[:11])  # what the records say is what left the process
-        assert told[:11] == [2 * (53 + 2) * 8] * 11  # the last one left after step 10, and landed when the run ended
+        assert told[:11] == [2 * (53 + 3) * 8] * 11  # the last one left after step 10, and landed when the run ended
         assert len(told) == 12  # the exact mean
         assert drifts[:11] == [None] * 11  # from the mean, which nobody knows
 

@@ -111,7 +111,7 @@ def test_a_state_of_other_workers_is_refused() -> None:
         state, fleet_state = local.state_dict(), fleet.state_dict()
     other = prsgd.Fleet(model(), 2)
     again = prsgd.LocalSGD(other, torch.optim.SGD(other.parameters(), lr=0.2), schedule=prsgd.every(3))
-    with pytest.raises(ValueError, match=r"state must be of workers \[0, 1\], got \[0, 1, 2\]"):
+    with pytest.raises(ValueError, match=r"state is of a run with workers \[0, 1, 2\], this one has \[0, 1\]"):
         again.load_state_dict(state)
     with pytest.raises(ValueError, match=r"state must be of workers \[0, 1\], got \[0, 1, 2\]"):
         other.load_state_dict(fleet_state)

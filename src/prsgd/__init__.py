@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from prsgd.comm.torch_distributed import TorchDistributed
     from prsgd.errors import (
         AverageTimeout,
+        CheckpointError,
         DivergedError,
         LaunchError,
         MismatchError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from prsgd.local_sgd import LocalSGD
     from prsgd.records import Record
     from prsgd.schedules import Now, Round, Schedule, every, growing, measured, once, per_worker, timed
+    from prsgd.several import finish, together
     from prsgd.theory.probe import probe
 
 __version__ = "0.1.0"
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AverageTimeout": "errors",
     "Averaging": "averaging.base",
+    "CheckpointError": "errors",
     "Communicator": "comm.base",
     "DivergedError": "errors",
     "Done": "comm.base",
@@ -61,6 +64,7 @@ _HOME = {
     "Work": "comm.base",
     "elastic": "averaging.elastic",
     "every": "schedules",
+    "finish": "several",
     "gossip": "averaging.gossip",
     "growing": "schedules",
     "init": "comm.joining",
@@ -74,11 +78,13 @@ _HOME = {
     "quantized": "averaging.quantized",
     "sparse": "averaging.sparse",
     "timed": "schedules",
+    "together": "several",
 }
 
 __all__ = [
     "AverageTimeout",
     "Averaging",
+    "CheckpointError",
     "Communicator",
     "DivergedError",
     "Done",
@@ -101,6 +107,7 @@ __all__ = [
     "Work",
     "elastic",
     "every",
+    "finish",
     "gossip",
     "growing",
     "init",
@@ -114,6 +121,7 @@ __all__ = [
     "quantized",
     "sparse",
     "timed",
+    "together",
 ]
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prsgd import _toml, units
-from prsgd._check import nearest, positive, whole_number
+from prsgd._check import nearest, positive, shown, whole_number
 from prsgd.clocks import Sent
 from prsgd.links import LINK_SHAPES, Link, bytes_summed
 from prsgd.trace import Modelled, Trace
@@ -140,7 +140,7 @@ def _made(source: str, content: Mapping[str, Any], workers: int) -> Cluster:
     try:
         return Cluster(
             name=str(content["name"]),
-            step_seconds=positive("step_time", _seconds("step_time", _of(content, "step_time"))),
+            step_seconds=_seconds("step_time", _of(content, "step_time"), above_zero=True),
             speeds=_speeds(content.get("speeds", [1] * workers), workers),
             bytes_per_second=_bandwidth(_of(content, "bandwidth"), workers),
             latency_seconds=_seconds("latency", content.get("latency", "0ms")),
@@ -164,8 +164,8 @@ def _text(key: str, value: Any) -> str:
     return value
 
 
-def _seconds(key: str, value: Any) -> float:
-    return units.seconds(key, _text(key, value))
+def _seconds(key: str, value: Any, *, above_zero: bool = False) -> float:
+    return units.seconds(key, _text(key, value), above_zero=above_zero)
 
 
 def _speeds(value: Any, workers: int) -> tuple[float, ...]:
@@ -193,7 +193,7 @@ def _shape(value: Any) -> str:
 
 def _jitter(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 5:
-        raise ValueError(f"jitter must be a number from 0 to 5, got {value!r}")
+        raise ValueError(f"jitter must be a number from 0 to 5, got {shown(value)}")
     return float(value)
 
 

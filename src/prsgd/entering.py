@@ -7,21 +7,28 @@ ends the process where nobody can catch it. So sizes are compared before anythin
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from prsgd.buffers import is_own
 from prsgd.comm.base import Communicator
 from prsgd.errors import MismatchError
 from prsgd.fleet import Fleet
-from prsgd.state import Rows, trainable
+from prsgd.state import NOT_AVERAGED_YET, Rows, trainable
 
 
 def hosted(model: nn.Module | Fleet, comm: Communicator) -> tuple[tuple[nn.Module, ...], Rows]:
     """The hosted workers' modules and their parameters as rows, or a ValueError."""
+    for module in model.modules if isinstance(model, Fleet) else (model,):
+        if isinstance(module, nn.Module):
+            _check_wrappers(module, comm)
     if isinstance(model, Fleet):
         models = model.modules
         rows = Rows([model.named_parameters(w) for w in model.workers], model.rows)
@@ -36,11 +43,31 @@ def hosted(model: nn.Module | Fleet, comm: Communicator) -> tuple[tuple[nn.Modul
     return models, rows
 
 
+def _check_wrappers(model: nn.Module, comm: Communicator) -> None:
+    """Raise a ValueError if the model, or a part of it, is in a wrapper that does not go with local steps."""
+    # A model can only be in that wrapper if its module was imported, which takes more than a second.
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    for name, module in model.named_modules():
+        if isinstance(module, sharded):
+            raise ValueError(
+                f"model {f'has its {name!r}' if name else 'is'} in FullyShardedDataParallel, and {NOT_AVERAGED_YET}"
+            )
+        if isinstance(module, DistributedDataParallel) and comm.ranks:
+            others = set(dist.get_process_group_ranks(module.process_group)) & set(comm.ranks) - {dist.get_rank()}
+            if others:
+                raise ValueError(
+                    f"model must not {f'have its {name!r}' if name else 'be'} in DistributedDataParallel, which sends "
+                    f"every step's gradients to other workers (ranks {sorted(others)}): pass the module without it, "
+                    f"{'.'.join(filter(None, ('model', name, 'module')))}"
+                )
+
+
 def agree(comm: Communicator, entries: Sequence[str], device: torch.device) -> None:
     """Raise a MismatchError in every process, naming the first entry that differs, unless all have the same list."""
     # First that all count the same workers: what a process gathers depends on it.
     number = comm.num_workers
-    processes, total, squares = comm.all_reduce(torch.tensor([1.0, number, number**2], device=device)).wait().tolist()
+    numbers = torch.tensor([1, number, number**2], dtype=torch.int64, device=device)
+    processes, total, squares = comm.all_reduce(numbers).wait().tolist()
     if processes * squares != total**2:
         raise MismatchError(f"num_workers must be the same in every process, it is {number} in that of {comm.workers}")
     text = "\n".join(entries).encode()
@@ -93,6 +120,33 @@ def describe(model: nn.Module, *, as_it_lies: bool) -> list[str]:
 
 def _shape(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer whose step is the step: of a proxy, such as accelerate's, the one that it holds and steps."""
+    while not _takes_hooks(optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if isinstance(inner, Optimizer) and hasattr(optimizer, "zero_grad"):  # an lr scheduler holds one too
+            optimizer = inner
+        elif isinstance(optimizer, Optimizer):
+            kind = type(optimizer).__name__
+            raise ValueError(
+                f"optimizer must be a torch.optim.Optimizer, {kind} has no hooks and no .optimizer with them"
+            )
+        else:
+            break
+    return optimizer
+
+
+def _takes_hooks(optimizer: Any) -> bool:
+    """Is it an optimizer of torch's own kind? A proxy may be one by class, but its constructor never ran."""
+    if not isinstance(optimizer, Optimizer):
+        return False
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:
+        return False
+    return True
 
 
 def owners(optimizers: Sequence[Optimizer], rows: Rows) -> dict[Optimizer, list[int]]:

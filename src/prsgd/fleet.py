@@ -69,6 +69,7 @@ class Fleet:
             )
         self.num_workers, self.workers = num_workers, self.comm.workers
         one_of("mode", mode, ("auto", "loop", "vmap"))
+        trainable(model)  # what cannot travel is refused here: some of it cannot be copied either
         self.modules = tuple(copy.deepcopy(model) for _ in self.workers)
         self._named = [trainable(module) for module in self.modules]
         self.rows = self._move_into_rows()

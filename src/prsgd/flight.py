@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prsgd.averaging.base import Header, Landing, Sums
+from prsgd.averaging.base import SUMS_WIDTH, Header, Landing, Sums
 from prsgd.buffers import Buffers
 from prsgd.comm.base import Communicator, Done, Work
+from prsgd.errors import DivergedError
 from prsgd.optimizer_state import OptimizerState
 from prsgd.records import Record
+from prsgd.resuming import check_shape
 from prsgd.state import Rows, subtract_from
 from prsgd.trace import Modelled
 from prsgd.worker import Worker
@@ -78,12 +80,15 @@ class Flight:
     def state_dict(self) -> dict[str, Any]:
         """Everything but the snapshots, which the Hangar saves; somebody has waited for it."""
         assert self.landing is not None
-        header, target, mean = self.landing.header, self.landing.target, self.landing.mean
+        header, landing = self.landing.header, self.landing
+        tensors = {"target": landing.target, "mean": landing.mean}
+        if landing.exact is not landing.target:
+            tensors["exact_mean"] = landing.exact
         return {
             **{k: v for k, v in vars(self).items() if k not in ("work", "snap", "landing", "to_land", "pooled")},
             "to_land": sorted(self.to_land),
-            "target": None if target is None else target.clone(),
-            "mean": None if mean is None else mean.clone(),
+            **{name: None if tensor is None else tensor.clone() for name, tensor in tensors.items()},
+            "memory": None if landing.memory is None else saved(landing.memory),
             "extras": header.extras.clone(),
             "exact": header.exact.clone(),
             "sums": list(header.sums),
@@ -91,7 +96,6 @@ class Flight:
             "bytes_sent": [self.landing.bytes_sent, self.landing.server_bytes_sent],
             "hops": self.landing.hops,
             "shared": self.landing.shared,
-            "knows_mean": self.landing.knows_mean,
         }
 
     @staticmethod
@@ -101,19 +105,23 @@ class Flight:
             Sums(*fields.pop("sums")),
             fields.pop("exact").clone(),
             fields.pop("extras").clone(),
-            step_seconds=tuple(fields.pop("step_seconds", ())),
+            step_seconds=tuple(fields.pop("step_seconds")),
         )
-        target, mean = fields.pop("target"), fields.pop("mean", None)
+        found = {name: fields.pop(name, None) for name in ("mean", "target")}
+        tensors = {name: None if tensor is None else tensor.clone() for name, tensor in found.items()}
+        exact = fields.pop("exact_mean") if "exact_mean" in fields else tensors["target"]
+        memory = fields.pop("memory")
         bytes_sent, server_bytes_sent = fields.pop("bytes_sent")
         landing = Landing(
-            None if target is None else target.clone(),
-            header,
-            bytes_sent,
-            server_bytes_sent,
-            hops=fields.pop("hops", 0),
-            shared=fields.pop("shared", True),
-            knows_mean=fields.pop("knows_mean", True),
-            mean=None if mean is None else mean.clone(),
+            target=tensors["target"],
+            mean=tensors["mean"],
+            exact=exact,  # the target itself where it is that
+            header=header,
+            bytes_sent=bytes_sent,
+            server_bytes_sent=server_bytes_sent,
+            hops=fields.pop("hops"),
+            shared=fields.pop("shared"),
+            memory=None if memory is None else saved(memory),
         )
         fields["to_land"] = set(fields["to_land"])
         fields["counts"], fields["bad"] = tuple(fields["counts"]), tuple(fields["bad"])
@@ -155,13 +163,13 @@ class Hangar:
         self._num_times = comm.num_workers if shares_speed else 0
         self.buffers = Buffers(models, comm.workers, comm.num_workers)
         self._state = OptimizerState(optimizers, rows.workers, travels=optimizer_state == "average")
-        self._optimizer_state, self._overlap, self._workers = optimizer_state, overlap, comm.workers
+        self.optimizer_state, self._overlap, self._workers = optimizer_state, overlap, comm.workers
         self._widths = [rows.width, self._state.width, self.buffers.width]
-        self._flat_width = sum(
-            (rows.width, self._state.width, len(Sums._fields), self._num_times, self.buffers.sum_width)
-        )
+        self._flat_width = sum((rows.width, self._state.width, SUMS_WIDTH, self._num_times, self.buffers.sum_width))
         # Made when first needed: the flat buffer, and the hosted workers' snapshots or what of them is not in place.
         self._sums = [torch.zeros(())] * len(models)  # of the snapshots: not finite if a number is not
+        self._found: dict[int, str | None] = {}
+        """By hosted worker whose model was not finite: the buffer that was not, if it was one."""
         self._flat: Tensor | None = None
         self._store: Tensor | None = None
 
@@ -170,8 +178,9 @@ class Hangar:
         dtype = str(self.rows.dtype).removeprefix("torch.")
         return [
             *self._state.describe(),
-            f"optimizer_state {self._optimizer_state!r}, overlap {self._overlap}, sums in {dtype}",
+            f"optimizer_state {self.optimizer_state!r}, overlap {self._overlap}, sums in {dtype}",
             f"{self._num_times} step times in the header",
+            f"buffers of {self.buffers.width} numbers, {self.buffers.sum_width} as they travel",
         ]
 
     def settle(self) -> None:
@@ -203,9 +212,8 @@ class Hangar:
             flat = self._new(self._flat_width) if self._overlap else self._flat_buffer()
             snap, extras, buffers = self._in_place(flat)
         bad = tuple(not self._finite(i, *parts) for i, parts in enumerate(zip(snap, extras, buffers)))
-        if not consensus:
-            for row in (row for is_bad, rows in zip(bad, zip(snap, extras, buffers)) if is_bad for row in rows):
-                row.zero_()
+        for i in (i for i, is_bad in enumerate(bad) if is_bad):
+            self._found[i] = self.buffers.not_finite(i)
         return Boarding(snap, extras, buffers, flat, bad)
 
     def _finite(self, i: int, row: Tensor, extras: Tensor, buffers: Tensor) -> bool:
@@ -220,32 +228,32 @@ class Hangar:
         workers: Sequence[Worker],
         numbers: Sums,
         *,
-        round: int,
         step_seconds: Callable[[int], float],
         lr: float,
-        kind: str = "average",
+        consensus: bool,
+        everybody: bool = False,
+        passes: tuple[int, ...] = (),
     ) -> Header:
-        """What travels beside the rows. A worker counts if its model is finite and, once it is done, has news.
-
-        Its statistics do if they have news and its model counts now or did in the last average, ``round``. ``kind`` is
-        "average", "consensus", or "rescue": those that are done count, since no other model is finite.
+        """What travels beside the rows. A worker counts if its model is finite and, once it is done, has news;
+        ``everybody``: with news or without. Its statistics count if they have news and its model does, or did in the
+        newest average that has landed on it.
         """
-        consensus = kind == "consensus"
         at = [(w.steps, w.samples) if consensus else (w.snapped_at, w.snapped_samples) for w in workers]
         steps = tuple(step - w.seen for (step, _), w in zip(at, workers))
         counts = tuple(
-            not bad and (not w.done or new > 0 or kind == "rescue") for bad, w, new in zip(boarding.bad, workers, steps)
+            not bad and (not w.answers or new > 0 or everybody) for bad, w, new in zip(boarding.bad, workers, steps)
         )
         pools = [
-            not bad and step > w.pooled and (count or w.counted_in == round)
+            not bad and step > w.pooled and (count or w.counted)
             for bad, count, (step, _), w in zip(boarding.bad, counts, at, workers)
         ]
         return Header(
             sums=numbers._replace(
                 workers=sum(counts),
-                done=0 if consensus else sum(w.done for w in workers),
+                done=0 if consensus else sum(w.answers for w in workers),
                 bad=sum(boarding.bad),
                 consensus=len(workers) if consensus else 0,
+                lr=lr * sum(not w.answers for w in workers),
             ),
             exact=self.buffers.sums(boarding.buffers, pools),
             extras=boarding.extras,
@@ -254,7 +262,7 @@ class Hangar:
             steps=steps,
             samples=tuple(samples - w.seen_samples for (_, samples), w in zip(at, workers)),
             step_seconds=self._step_seconds(step_seconds),
-            lr=lr,
+            passes=passes,
             flat=boarding.flat,
         )
 
@@ -270,24 +278,31 @@ class Hangar:
         landing = flight.landing
         assert landing is not None
         bad = flight.bad[i]
+        if bad and landing.target is None:
+            raise DivergedError(
+                f"worker {self._workers[i]}: its model is not finite, and the average brought none to restart from; "
+                "lower the lr, or clip gradients"
+            )
         if landing.target is not None:
             target = landing.target if landing.target.dim() == 1 else landing.target[i]
+            mean = landing.mean if landing.exact is None else landing.exact
             apart = None
-            if landing.mean is not None:  # what worker i brought: with overlap its snapshot, else it has not moved
+            if flight.counts[i] and mean is not None and mean is not landing.target:  # from what it brought
                 brought = flight.snap[i] if self._overlap else self.row(i)
-                apart = float((brought - landing.mean).double().square().sum())
-            if moved and not bad:
+                apart = float((brought - mean).double().square().sum())
+            # What was done to its model since the snapshot stays, be it a step or an edit of the user's (a mask, a
+            # clamp): x_i += target - snap_i, which in floating point is not the target itself where x_i is snap_i.
+            if not bad and (moved or (self._overlap and not self.rows.equal(i, flight.snap[i]))):
                 distance = subtract_from(target, flight.snap[i])
                 self.rows.add(i, flight.snap[i])
             else:
                 distance = self.rows.replace(i, target)
-            known = landing.knows_mean and (apart is not None or landing.target.dim() == 1)
-            if flight.counts[i] and known:
+            if flight.counts[i] and mean is not None:
                 flight.drift += distance if apart is None else apart
                 flight.drifts += 1
-            if self._optimizer_state == "average":
+            if self.optimizer_state == "average":
                 self._state.write(i, landing.header.extras)
-            elif self._optimizer_state == "reset":
+            elif self.optimizer_state == "reset":
                 self._state.forget(i)
         if with_buffers or bad:
             if flight.pooled is None:
@@ -296,8 +311,10 @@ class Hangar:
             self.buffers.write(i, flight.pooled)
         if bad:
             self._state.forget(i)
+            where = f" (buffer {self._found[i]!r})" if self._found.get(i) else ""
             warnings.warn(
-                f"worker {self._workers[i]}: its model was not finite and was replaced by the other workers' mean",
+                f"worker {self._workers[i]}: its model was not finite{where} and was replaced by the other workers' "
+                "mean",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -308,10 +325,18 @@ class Hangar:
             state["snapshots"] = self._snapshots().clone()
         return state
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise an error unless ``load_state_dict`` can take it."""
+        for name, shape in self.buffers.state_shapes().items():
+            check_shape(f"buffers {name!r}", state["buffers"][name], shape)
+        if "snapshots" in state:
+            check_shape("snapshots", state["snapshots"], (len(self._workers), sum(self._widths)))
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.buffers.load_state_dict(state["buffers"])
         if "snapshots" in state:
             self._snapshots().copy_(state["snapshots"])
+            self._sums = list(self.snapshots().sum(dim=1))
 
     def snapshots(self) -> Tensor:
         """(n, P): where a flight's snapshots lie."""
@@ -344,4 +369,10 @@ class Hangar:
         return self._flat
 
     def _new(self, *shape: int) -> Tensor:
-        return torch.zeros(*shape, dtype=self.rows.dtype, device=self.rows.device)
+        with torch.inference_mode(False):  # it outlives an evaluation during which it may be made
+            return torch.zeros(*shape, dtype=self.rows.dtype, device=self.rows.device)
+
+
+def saved(memory: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what an averaging remembers."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in memory.items()}

@@ -7,6 +7,8 @@ incomplete until that one's header arrives.
 from __future__ import annotations
 
 import math
+import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from numbers import Real
@@ -16,8 +18,11 @@ from torch import Tensor
 
 from prsgd._check import whole_number
 from prsgd.averaging.base import Sums
-from prsgd.records import Record
+from prsgd.records import Record, Totals
 from prsgd.worker import Worker
+
+KEPT = 10_000
+"""Records that are kept in memory, the newest; about 1 kB each."""
 
 
 class Ledger:
@@ -25,7 +30,8 @@ class Ledger:
 
     def __init__(self, workers: Sequence[Worker], on_record: Callable[[Record], None] | None) -> None:
         self._workers, self._on_record = workers, on_record
-        self.records: list[Record] = []
+        self.records: deque[Record] = deque(maxlen=KEPT)
+        self.totals = Totals()
         self.round = 0
         self._incomplete: Record | None = None
         self._deferred: list[tuple[Record, Sums]] = []
@@ -33,7 +39,11 @@ class Ledger:
         self._drift = 0.0
         self._drifts = 0
         self._counts = (0, 0)
+        self._still = 0
+        """Averages in a row that found all workers' models alike although they had taken steps."""
         self._logs_first: bool | None = None
+        self.saved = False
+        """Was the state saved since the last average?"""
 
     def log(self, loss: float | Tensor | None, samples: int | Sequence[int]) -> None:
         """Add to the round that each worker's step belongs to."""
@@ -43,7 +53,7 @@ class Ledger:
         if self._logs_first is None:
             self._logs_first = all(w.steps == 0 for w in self._workers)
         for w, value, count in zip(self._workers, losses, counts):
-            if not (w.took_step if not self._logs_first else not w.done and not w.waits):
+            if not (w.takes_part if not self._logs_first else not w.done and not w.waits):
                 continue  # a fleet's worker that waits
             in_last_round = w.steps + self._logs_first <= w.opened_at and not w.last_sent
             (w.last if in_last_round else w.now).add(value, count)
@@ -56,6 +66,7 @@ class Ledger:
             drifts=self._drifts,
             loss=sum(float(w.last.loss) for w in self._workers),
             losses=sum(int(w.last.losses) for w in self._workers),
+            saved=sum(not w.done for w in self._workers) if self.saved else 0,
             samples=sum(w.last.samples for w in self._workers),
         )
 
@@ -75,13 +86,29 @@ class Ledger:
             self._incomplete,
             drift=sums.drift / sums.drifts if sums.drifts and math.isfinite(sums.drift) else None,
             loss=sums.loss / sums.losses if sums.losses else None,
-            samples=round(sums.samples),
+            samples=sums.samples,
             step_seconds=step_seconds,
         )
         self._incomplete = None
         self.records.append(record)
+        self.totals.add(record)
+        self._watch(record)
         if self._on_record is not None:
             self._on_record(record)
+
+    def _watch(self, record: Record) -> None:
+        """Workers whose models are alike to the last bit before they are averaged have nothing to average."""
+        still = record.drift == 0 and record.workers > 1 and record.period > 0 and record.lr > 0
+        self._still = self._still + 1 if still else 0
+        if self._still == 2 and self._workers[0].id == 0:
+            warnings.warn(
+                f"rounds {record.round - 1} and {record.round}: all workers' models were alike to the last bit before "
+                "they were averaged. Is DistributedDataParallel (or a trainer's ddp strategy) left on, so that "
+                "gradients still travel at every step? Or do all workers get the same batches? Use the model without "
+                "DDP, and give each worker its own part of the data",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def defer(self, own: Sums) -> None:
         """The last average's numbers are the hosted workers' ``own`` so far: they are summed when all meet."""
@@ -127,16 +154,18 @@ class Ledger:
             "incomplete": None if self._incomplete is None else asdict(self._incomplete),
             "deferred": [[asdict(record), list(own)] for record, own in self._deferred],
             "last": None if self.last is None else asdict(self.last),
+            "totals": asdict(self.totals),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.round, self._drift, self._drifts = state["round"], state["drift"], state["drifts"]
         self._logs_first = state["logs_first"]
-        counted, bad = state.get("counts", (0, 0))
+        counted, bad = state["counts"]
         self._counts = (counted, bad)
         self._incomplete = None if state["incomplete"] is None else Record.from_dict(state["incomplete"])
-        self._deferred = [(Record.from_dict(record), Sums(*own)) for record, own in state.get("deferred", ())]
-        self.records = [] if state["last"] is None else [Record.from_dict(state["last"])]
+        self._deferred = [(Record.from_dict(record), Sums(*own)) for record, own in state["deferred"]]
+        self.records = deque([] if state["last"] is None else [Record.from_dict(state["last"])], KEPT)
+        self.totals = Totals(**state["totals"])
 
 
 def _per_worker(name: str, value: Any, n: int) -> list[Any]:

@@ -20,7 +20,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from types import TracebackType
 from typing import Any
 
@@ -34,12 +33,13 @@ from prsgd.averaging.base import Averaging, Landing, Setting
 from prsgd.averaging.mean import mean
 from prsgd.clocks import Timekeeper, WallClock
 from prsgd.comm.base import Communicator
-from prsgd.entering import agree, describe, hosted, owners, start_from_worker_0
-from prsgd.errors import UsageError
+from prsgd.entering import agree, describe, hosted, owners, start_from_worker_0, unwrapped
+from prsgd.errors import AverageTimeout, UsageError
 from prsgd.fleet import Fleet
-from prsgd.flight import Flight, Hangar
+from prsgd.flight import Flight, Hangar, saved
 from prsgd.ledger import Ledger
-from prsgd.records import Record
+from prsgd.records import Record, Totals
+from prsgd.resuming import check_memory, check_setup, check_shape, damage_named, described
 from prsgd.schedules import Now, Schedule
 from prsgd.tower import Tower
 from prsgd.trace import Trace
@@ -47,6 +47,8 @@ from prsgd.worker import Worker
 
 _in_use: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that some LocalSGD hooks: two would average twice."""
+_runs: weakref.WeakSet[LocalSGD] = weakref.WeakSet()
+"""Those that were started."""
 
 
 class LocalSGD:
@@ -99,7 +101,9 @@ class LocalSGD:
         if isinstance(schedule, type) or not isinstance(schedule, Schedule):
             raise ValueError(f"schedule must be a schedule such as every(8), got {schedule!r}")
         if isinstance(averaging, type) or not isinstance(averaging, Averaging | None):
-            raise ValueError(f"averaging must be an averaging such as mean(), got {averaging!r}")
+            raise ValueError(
+                f"averaging must be one such as mean(), or of a class derived from prsgd.Averaging, got {averaging!r}"
+            )
         if one_of("optimizer_state", optimizer_state, ("keep", "average", "reset")) == "average" and overlap > 1:
             raise ValueError(f'overlap must be 0 or 1 with optimizer_state="average", got {overlap}')
         self._fleet = model if isinstance(model, Fleet) else None
@@ -112,15 +116,12 @@ class LocalSGD:
         self._clock.check(self._comm.num_workers, self._comm.workers)
         schedule.check(self._comm.num_workers, self._overlap)
         shares_speed = getattr(schedule, "shares_speed", False)
-        if hasattr(self._averaging, "check"):
-            by_clock = getattr(schedule, "by_clock", False)
-            self._averaging.check(
-                Setting(self._comm.num_workers, self._overlap, optimizer_state, shares_speed, by_clock)
-            )
+        by_clock = getattr(schedule, "by_clock", False)
+        self._averaging.check(Setting(self._comm.num_workers, self._overlap, optimizer_state, shares_speed, by_clock))
         self._models, rows = hosted(model, self._comm)
         if comm is None:
             self._comm.timeout_seconds = positive("timeout_seconds", timeout_seconds)
-        self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        self._optimizers = [unwrapped(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
         self._workers = [Worker(id) for id in self._comm.workers]
         self._require_free()
         self._owners = owners(self._optimizers, rows)
@@ -173,9 +174,28 @@ class LocalSGD:
         return self._ledger.round
 
     @property
+    def launched(self) -> int:
+        """Averages launched here. Where it first reaches a number, all workers are between the same two averages,
+        which is where their states fit together: save by it, and not by ``step``, unless all take the same steps."""
+        return self.round + (self._flight is not None)
+
+    @property
     def records(self) -> list[Record]:
-        """One for each average; the newest one's comes with the next average, or with ``finish``."""
-        return self._ledger.records
+        """One for each of the newest 10,000 averages; that of the newest comes with the next one, or with ``finish``.
+
+        ``on_record`` gets every one, and ``totals`` counts all of them.
+        """
+        return list(self._ledger.records)
+
+    @property
+    def totals(self) -> Totals:
+        """Rounds, bytes, samples and seconds of all averages whose records are complete."""
+        return self._ledger.totals
+
+    @property
+    def comm(self) -> Communicator:
+        """Where the workers live."""
+        return self._comm
 
     @property
     def trace(self) -> Trace:
@@ -195,6 +215,7 @@ class LocalSGD:
         self._require_free()
         self._check_rows()
         self._phase = "running"
+        _runs.add(self)
         with self._guarded():
             self._enter()
         return self
@@ -208,6 +229,11 @@ class LocalSGD:
         if self._own_comm:
             self._comm.close()
 
+    def abandon(self) -> None:
+        """After an error, instead of ``finish``: hooks off, no collective, and the other workers fail at once."""
+        if self._phase in ("running", "in consensus"):
+            self._abandon()
+
     def __enter__(self) -> LocalSGD:
         return self.start()
 
@@ -215,10 +241,28 @@ class LocalSGD:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            if self._phase == "running":
-                self._abandon()
+            self.abandon()
         elif self._phase != "over":  # the user may have finished; a failed run does not end in silence
             self.finish()
+
+    @contextmanager
+    def epoch(self) -> Iterator[None]:
+        """Around a worker's batches of one epoch, of which each may have another number.
+
+        A worker that is through answers the others' averages until all are; then all have the same model, by one more
+        average, as at the end of a run, and go on. What follows (``consensus()``, a checkpoint, an lr scheduler's step)
+        finds all workers at the same point. In a fleet, ``fleet.stop(worker)`` is for this epoch alone.
+        """
+        self._require_running("epoch")
+        yield
+        self._require_running("epoch")
+        with self._guarded():
+            self._end()
+            for w in self._workers:
+                w.done = w.waits = False
+            if self._fleet is not None:
+                self._fleet.stopped = set()
+            self._advance()
 
     def log(self, *, loss: float | Tensor | None = None, samples: int | Sequence[int] = 0) -> None:
         """Add a step's loss and number of samples to the round's record.
@@ -243,43 +287,49 @@ class LocalSGD:
 
     def _consensus(self) -> Iterator[nn.Module]:
         self._check_rows()
-        landing = self._tower.consensus()
-        self._clock.gathered(self.round + 1)
         model, rows, buffers = self._models[0], self._hangar.rows, self._hangar.buffers
-        own = torch.empty(rows.width, dtype=rows.dtype, device=rows.device)
-        rows.pack(0, own)
-        own_buffers = [(tensor, tensor.clone()) for tensor in buffers.tensors(0)]
         modes = [(m, m.training) for m in model.modules()]
-        if landing.target is not None:
-            rows.replace(0, landing.target)
-        buffers.write(0, buffers.pooled(landing.header.exact))
+        # What is made here may outlive an inference mode in which the user looks.
+        with torch.inference_mode(False), torch.no_grad(), self._guarded():
+            if self._flight is not None:  # workers that are done have landed it, and count as they do after that
+                self._land(())
+            landing = self._tower.consensus()
+            self._clock.gathered(self.round + 1)
+            own = self._hangar.row(0)
+            own_buffers = [(tensor, tensor.clone()) for tensor in buffers.tensors(0)]
+            if landing.target is not None:
+                rows.replace(0, landing.target)
+            buffers.write(0, buffers.pooled(landing.header.exact))
         self._phase = "in consensus"
         try:
             yield model
         finally:
             self._phase = "running"
-            rows.replace(0, own)
-            for tensor, value in own_buffers:
-                tensor.copy_(value)
+            with torch.inference_mode(False), torch.no_grad():
+                rows.replace(0, own)
+                for tensor, value in own_buffers:
+                    tensor.copy_(value)
             for module, training in modes:
                 module.training = training
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is: plain numbers and tensors, beside which the model and the optimizer are to be saved.
 
-        Waits for an average in flight and stores it without landing it. Every process saves its own, all at the same
-        point: with an overlap and per-worker periods, where all have launched the same averages.
+        Waits for an average in flight and stores it without landing it. Every process saves its own, all between the
+        same two averages: at the same step where all take the same steps, and otherwise (skipped steps, rounds by the
+        clock, periods that differ) where ``launched`` reaches the same number.
         """
-        if self._phase == "new":
-            raise UsageError("state_dict() needs start() first")
+        if self._phase in ("new", "in consensus"):
+            raise UsageError(f"state_dict() {_WHEN[self._phase]}")
         flight = self._flight
         if flight is not None:
             self._tower.wait(flight)
+        self._ledger.saved = True
         return {
+            "setup": self._setup(),
             "workers": [w.state_dict(self._clock) for w in self._workers],
             "ledger": self._ledger.state_dict(),
-            "averaging": self._averaging.state_dict(),
-            "averaging_kind": type(self._averaging).__name__,
+            "averaging": saved(self._tower.memory),
             "apart": self._tower.apart,
             "clock": self._clock.state_dict(),
             "memory": self._hangar.state_dict(
@@ -289,43 +339,52 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``, between the constructor and ``start()``; load the model and the optimizer too."""
+        """Continue from ``state``, between the constructor and ``start()``; load the model and the optimizer too.
+
+        Another overlap, optimizer_state, averaging or model than the state's is a ``CheckpointError``; another
+        schedule, or other numbers of the same averaging, go on with a warning.
+        """
         if self._phase != "new":
             raise UsageError("load_state_dict() comes before start()")
-        ids = [w["id"] for w in state["workers"]]
-        if ids != list(self._comm.workers):
-            raise ValueError(f"state must be of workers {list(self._comm.workers)}, got {ids}")
-        kind = type(self._averaging).__name__
-        if state.get("averaging_kind", kind) != kind:
-            raise ValueError(f"the state is of a run with {state['averaging_kind']}(), this one has {kind}()")
-        self._ledger.load_state_dict(state["ledger"])
-        self._averaging.load_state_dict(state["averaging"])
-        self._tower.apart = state.get("apart", False)
-        self._clock.load_state_dict(state.get("clock", {}))
-        self._hangar.load_state_dict(state["memory"])
-        self._workers[:] = [Worker.from_state(w, self._clock) for w in state["workers"]]
-        if state["flight"] is not None:
-            self._flight = Flight.from_state(state["flight"], self._hangar.snapshots())
+        with damage_named():
+            check_setup(state["setup"], self._setup())
+            memory, kept = saved(state["averaging"]), state["memory"]
+            check_memory(self._averaging, memory, self._averaging.init(self._hangar.row(0), len(self._workers)))
+            self._hangar.check_state(kept)
+            if state["flight"] is not None and state["flight"]["target"] is not None:
+                width = self._hangar.rows.width
+                check_shape("an average's target", state["flight"]["target"].view(-1, width)[0], (width,))
+            self._clock.load_state_dict(state["clock"])  # which the workers' rounds are measured by
+            workers = [Worker.from_state(w, self._clock) for w in state["workers"]]
+            flight = None if state["flight"] is None else Flight.from_state(state["flight"], self._hangar.snapshots())
+            apart = bool(state["apart"])
+            self._ledger.load_state_dict(state["ledger"])
+            self._hangar.load_state_dict(kept)
+        self._tower.memory, self._tower.apart, self._flight = memory, apart, flight
+        self._workers[:] = workers
         self._loaded = True
 
     # The algorithm
 
     def _enter(self) -> None:
-        state = f"a state loaded after {self._launched()} averages" if self._loaded else "no state loaded"
+        state = f"a state loaded after {self.launched} averages" if self._loaded else "no state loaded"
         lines = describe(self._models[0], as_it_lies=self._fleet is not None)
-        entries = [*lines, *self._hangar.describe(), _kind(self._averaging), state]
+        entries = [*lines, *self._hangar.describe(), f"averaging {described(self._averaging)}", state]
         agree(self._comm, entries, self._hangar.rows.device)
         if not self._loaded:
             start_from_worker_0(self._comm, self._models)  # Alg. 1 line 1: x_i^0 = y-bar
             self._hangar.settle()
-            if hasattr(self._averaging, "start"):
-                self._averaging.start(self._hangar.row(0))
+            self._tower.memory = self._averaging.init(self._hangar.row(0), len(self._workers))
         _in_use.update(self._optimizers)
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
         if self._fleet is not None:
             self._fleet.on_stop = self._guarded_advance
+        elif self._averaging.hears_neighbours_only:
+            newest = list(self._hangar.rows.workers[0].values())[-1]
+            self._handles.append(newest.register_post_accumulate_grad_hook(self._count_pass))
+        self._count_passes()
         self._clock.begin()
         self._advance()
 
@@ -344,7 +403,9 @@ class LocalSGD:
                     self._drop_gradient(i)
         if _skipped(optimizer):
             return
-        taking = [i for i in self._owners[optimizer] if not self._workers[i].in_step and self._takes_part(i)]
+        for i in self._owners[optimizer]:  # asked now: a hook of somebody else may drop the gradients
+            self._workers[i].takes_part = not self._workers[i].skips and self._takes_part(i)
+        taking = [i for i in self._owners[optimizer] if not self._workers[i].in_step and self._workers[i].takes_part]
         for i in taking:
             self._workers[i].in_step = True
         if taking:
@@ -358,10 +419,11 @@ class LocalSGD:
         assert flight is not None
         for i in places:
             w = self._workers[i]
-            if w.lands_at == w.steps + 1 and not w.closed and self._takes_part(i):
+            if w.lands_at == w.steps + 1 and not w.closed and w.takes_part:
                 w.skips = flight.bad[i]
                 self._land([i], in_step=not w.skips)
                 if w.skips:  # the gradient was taken at a model that is not finite: no step
+                    w.takes_part = False
                     self._drop_gradient(i)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -373,10 +435,9 @@ class LocalSGD:
         stepped = False
         for i in self._owners[optimizer]:
             w = self._workers[i]
-            w.took_step = not w.skips and self._takes_part(i)
-            w.moved |= w.took_step
-            if optimizer is self._closers[i] and (w.took_step or w.skips):
-                w.steps += w.took_step
+            w.moved |= w.takes_part
+            if optimizer is self._closers[i] and (w.takes_part or w.skips):
+                w.steps += w.takes_part
                 w.skips = w.in_step = False
                 stepped = True
         if stepped:
@@ -399,7 +460,7 @@ class LocalSGD:
             running = [i for i, w in enumerate(self._workers) if not w.done]
             for i in running:
                 self._turn(i)
-            if not running or not all(self._workers[i].closed for i in running):
+            if not any(w.closed for w in self._workers) or not all(self._workers[i].closed for i in running):
                 break
             self._launch()
         if self._fleet is not None:
@@ -468,6 +529,8 @@ class LocalSGD:
         flight = self._flight = self._tower.launch()
         for w in self._workers:
             w.closed, w.last_sent = False, True
+        self._ledger.saved = False
+        self._count_passes()
         blocking = [i for i, w in enumerate(self._workers) if w.lands_at == w.steps]
         if blocking or all(w.done for w in self._workers):
             self._land(blocking)
@@ -499,8 +562,7 @@ class LocalSGD:
         flight.overlap = max(flight.overlap, step - w.snapped_at)
         flight.period = max(flight.period, step - w.opened_at if w.period is None else w.period)
         w.seen, w.seen_samples, w.lands_at = w.snapped_at, w.snapped_samples, None
-        if flight.counts[i]:
-            w.counted_in = self.round + 1
+        w.counted = flight.counts[i]
         if w.done and w.round is None:
             w.end_round()
         flight.copy_seconds += time.perf_counter() - began
@@ -530,8 +592,12 @@ class LocalSGD:
             w.done = True
         if self._flight is not None:
             self._land(())
+        if any(w.closed for w in self._workers):  # a fleet's workers that waited for others of it
+            self._launch()
+            if self._flight is not None:
+                self._land(())
         for w in self._workers:
-            w.closed, w.lands_at = False, None
+            w.lands_at = None
         while True:
             last = self._tower.arrive(self._launch())
             if last.header.sums.done == self._comm.num_workers:
@@ -545,16 +611,37 @@ class LocalSGD:
         """An error on the way abandons the run: what was half done must not be built on."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            others = any(run is not self and run._phase == "running" for run in _runs)
             self._abandon()
+            if others and isinstance(error, AverageTimeout):
+                raise AverageTimeout(
+                    f"{error}; another LocalSGD runs in this process: runs that are trained in one loop end together, "
+                    "by `with prsgd.together(a, b):` or prsgd.finish(a, b)"
+                ) from None
             raise
 
     def _guarded_advance(self) -> None:
         with self._guarded():
             self._advance()
 
-    def _launched(self) -> int:
-        return self.round + (self._flight is not None)
+    def _setup(self) -> dict[str, Any]:
+        """What a state belongs to."""
+        return {
+            "workers": list(self._comm.workers),
+            "num_parameters": self._hangar.rows.width,
+            "overlap": self._overlap,
+            "optimizer_state": self._hangar.optimizer_state,
+            "schedule": described(self._schedule),
+            "averaging": described(self._averaging),
+        }
+
+    def _count_pass(self, _: Tensor) -> None:
+        self._tower.passes = tuple(passes + 1 for passes in self._tower.passes)
+
+    def _count_passes(self) -> None:
+        """From 0, for averagings whose workers must have the same number of averages: a skipped step shows here."""
+        self._tower.passes = (0,) * len(self._workers)
 
     def _parameters(self) -> list[int]:
         return [id(p) for o in self._optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
@@ -613,11 +700,6 @@ _WHEN = {
     "failed": "after the run failed",
     "in consensus": "inside consensus()",
 }
-
-
-def _kind(averaging: Averaging) -> str:
-    """What must be alike in every process."""
-    return f"averaging {averaging!r}" if is_dataclass(averaging) else f"averaging {type(averaging).__name__}"
 
 
 def _skipped(optimizer: Optimizer) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,28 +60,31 @@ def state_keys(optimizer: Optimizer) -> list[list[str]]:
     """Per parameter group, the names of the optimizer's floating state of a parameter's shape (momentum and the like).
 
     Found by letting a copy of the optimizer step stand-ins, since the real state is born with the first step and
-    workers must agree on what travels before that.
+    workers must agree on what travels before that. The real parameters, their gradients and the real state stay as
+    they are, to the last bit.
     """
-    return [_keys(optimizer, group) for group in optimizer.param_groups]
+    with _without_gradients(optimizer):
+        return [_keys(optimizer, group) for group in optimizer.param_groups]
 
 
 def _keys(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
-    stand_ins = [torch.zeros(shape, requires_grad=True) for shape in {p.shape for p in group["params"]}]
+    kinds = {(p.shape, p.dtype, p.device) for p in group["params"]}
+    stand_ins = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
     for stand_in in stand_ins:
-        stand_in.grad = torch.zeros_like(stand_in)
-    trial = object.__new__(type(optimizer))
-    trial.__dict__.update(optimizer.__dict__)
-    trial.state = defaultdict(dict)
-    hyper = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
-    trial.param_groups = [{**hyper, "params": stand_ins}]
-    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        stand_in.requires_grad_().grad = torch.zeros_like(stand_in)
+    trial = _trial(optimizer, group, stand_ins)
     name = type(optimizer).__name__
     try:
-        trial.step()
+        _bare_step(type(optimizer))(trial)
     except TypeError:
         raise ValueError(
             f'optimizer_state="average" needs an optimizer whose step() takes no closure, got {name}'
         ) from None
+    except Exception as error:
+        raise ValueError(
+            f'optimizer_state="average" cannot tell what state {name} keeps: its step() of stand-ins with zero '
+            f"gradients failed ({error})"
+        ) from error
     found: dict[str, None] = {}
     for stand_in in stand_ins:
         for key, value in trial.state[stand_in].items():
@@ -92,3 +97,45 @@ def _keys(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
                 )
             found[key] = None
     return list(found)
+
+
+def _trial(optimizer: Optimizer, group: Mapping[str, Any], stand_ins: list[Tensor]) -> Optimizer:
+    """An optimizer like this one, but over the stand-ins, without state and without anybody's hooks."""
+    trial = object.__new__(type(optimizer))
+    # Not a "step" of the instance: lr schedulers and users put one there that is bound to the real optimizer.
+    trial.__dict__.update({name: _copied(value) for name, value in vars(optimizer).items() if name != "step"})
+    trial.state = defaultdict(dict)
+    hyper = {name: _copied(value) for name, value in group.items()}
+    # How a step is recorded changes nothing in what it keeps, and stand-ins cannot be stepped so everywhere.
+    for options in (hyper, trial.defaults):
+        options.update({flag: False for flag in ("capturable", "differentiable") if flag in options})
+    trial.param_groups = [{**hyper, "params": stand_ins}]
+    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return trial
+
+
+def _bare_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """The class's step, without the wrapper in which torch calls the hooks that users set for all optimizers."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def _copied(value: Any) -> Any:
+    """Its own copy of what a step may change in place; other objects are shared."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, dict | list | set) else value
+
+
+@contextmanager
+def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
+    """Nobody can step the real parameters: an optimizer that holds another one would let that one do it."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        yield
+    finally:
+        for p, gradient in zip(parameters, gradients):
+            p.grad = gradient

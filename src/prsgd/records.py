@@ -71,6 +71,28 @@ class Record:
 
 
 @dataclass
+class Totals:
+    """Of all averages of a run, also of those whose records are no longer kept."""
+
+    rounds: int = 0
+    bytes_sent: int = 0
+    """Per worker."""
+    server_bytes_sent: int = 0
+    samples: int = 0
+    wait_seconds: float = 0.0
+    copy_seconds: float = 0.0
+
+    def add(self, record: Record) -> None:
+        """Count one more."""
+        self.rounds += 1
+        self.bytes_sent += record.bytes_sent
+        self.server_bytes_sent += record.server_bytes_sent
+        self.samples += record.samples
+        self.wait_seconds += record.wait_seconds
+        self.copy_seconds += record.copy_seconds
+
+
+@dataclass
 class Tally:
     """What one worker logged in one round. The loss stays a tensor until an average asks: logging never waits."""
 

@@ -6,6 +6,8 @@ views of its rows. Either way only parameters that train travel.
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from functools import reduce
 
@@ -16,13 +18,19 @@ from torch.nn.parameter import Parameter, is_lazy
 CHUNK = 1 << 18
 """Numbers handled at a time: 1 MB of float32 stays in a core's cache between the passes over it."""
 
+NOT_AVERAGED_YET = "sharded models are not averaged yet: give LocalSGD one that is whole in every process"
+
 
 def trainable(model: nn.Module) -> dict[str, Parameter]:
     """The parameters that travel, or a ValueError that names the first that cannot."""
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise ValueError(f"model must have a parameter with requires_grad, {type(model).__name__} has none")
+    # Its module need not be imported to see that nothing is a DTensor, which takes more than a second.
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     for name, p in found.items():
+        if isinstance(p, sharded):
+            raise ValueError(f"parameter {name!r} is a shard (DTensor), and {NOT_AVERAGED_YET}")
         if is_lazy(p):
             raise ValueError(f"parameter {name!r} has no shape yet: run the model once before averaging it")
         if p.layout != torch.strided or p.is_complex():
@@ -81,17 +89,39 @@ class Rows:
         for group in self._groups[i]:
             torch._foreach_add_(group.pieces, group.views(delta[group.start : group.stop]))
 
+    def equal(self, i: int, row: Tensor) -> bool:
+        """Is x_i == row, to the last bit?"""
+        for group in self._groups[i]:
+            old = self._scratch_for(group)
+            group.gather(old)
+            if not torch.equal(old, row[group.start : group.stop]):
+                return False
+        return True
+
+    def digest(self, i: int) -> Tensor:
+        """(32,) bytes that tell x_i from every other."""
+        found = hashlib.sha256()
+        for group in self._groups[i]:
+            old = self._scratch_for(group)
+            group.gather(old)
+            found.update(old.cpu().numpy().data)
+        return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8).to(self.device)
+
     def replace(self, i: int, row: Tensor) -> float:
         """x_i <- row; returns how far it moved, squared."""
         squares: list[Tensor] = []
         for group in self._groups[i]:
-            size = group.stop - group.start
-            if self._scratch is None or len(self._scratch) < size:
-                self._scratch = torch.empty(size, dtype=self.dtype, device=self.device)
-            old, new = self._scratch[:size], row[group.start : group.stop]
+            old, new = self._scratch_for(group), row[group.start : group.stop]
             squares.append(torch.linalg.vector_norm(group.subtract(new, out=old)))
             torch._foreach_copy_(group.pieces, group.views(new))
         return float(torch.stack(squares).double().square().sum())
+
+    def _scratch_for(self, group: _Group) -> Tensor:
+        size = group.stop - group.start
+        if self._scratch is None or len(self._scratch) < size:
+            with torch.inference_mode(False):
+                self._scratch = torch.empty(size, dtype=self.dtype, device=self.device)
+        return self._scratch[:size]
 
 
 def subtract_from(target: Tensor, row: Tensor) -> float:

@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from prsgd import _json
+
 SPANS = 40_000
 """Kept of a run: the newest."""
 KINDS = ("step", "blocked", "wait", "average", "flight", "pause")
@@ -221,7 +223,7 @@ def read(folder: Path) -> list[Span]:
     found: list[tuple[str, list[Span]]] = []
     for path in sorted(folder.glob("trace-*.json")):
         try:
-            content = json.loads(path.read_text())
+            content = _json.parse(path.read_text())
             found.append((str(content.get("otherData", {}).get("host")), from_chrome(content)))
         except (ValueError, AttributeError) as error:
             raise ValueError(f"{path}: {error}") from None

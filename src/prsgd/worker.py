@@ -18,8 +18,8 @@ class Worker:
     steps: int = 0
     moved: bool = False
     """An optimizer has stepped it since its newest snapshot."""
-    took_step: bool = False
-    """It was part of the newest optimizer.step()."""
+    takes_part: bool = False
+    """It is part of the optimizer.step() under way, or was of the newest."""
     in_step: bool = False
     """It has the gradient of its next step."""
     rounds: int = 0
@@ -42,8 +42,8 @@ class Worker:
     snapped_samples: int = 0
     seen: int = 0
     seen_samples: int = 0
-    counted_in: int = 0
-    """The newest average in which its model counted."""
+    counted: bool = False
+    """Did its model count in the newest average that has landed on it?"""
     pooled: int = 0
     """Steps that its BatchNorm statistics had when they were last pooled."""
     samples: int = 0
@@ -54,6 +54,12 @@ class Worker:
     """Logged in the round before the open one, whose numbers travel with the next average; and in the open one."""
     now: Tally = field(default_factory=Tally)
     last_sent: bool = False
+
+    @property
+    def answers(self) -> bool:
+        """Has it run out of data, so that it brings what it has to whatever the others do? One that had closed its
+        round before takes part in that round's average as it would have in a process of its own."""
+        return self.done and not self.closed
 
     def snap(self) -> None:
         """Its snapshot is taken now."""

@@ -1,19 +1,27 @@
 """How to combine: the seam between the loop and a way of averaging.
 
 Every averaging answers one question: given the hosted workers' snapshots, to which *target* does each worker move?
-The loop then does ``x_i += target_i - snap_i``.
+The loop then does ``x_i += target_i - snap_i``. An averaging is a value; what it remembers from average to average is
+``Memory``, which the loop keeps, saves, and hands to every launch. How a run ends, how workers that are done answer,
+and how a model that is not finite is replaced is the loop's business: no averaging knows of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from prsgd.comm.base import Communicator, Work
+
+Memory = Mapping[str, Any]
+"""What an averaging remembers: plain numbers and tensors by name."""
+DIGIT = 4096
+"""Whole numbers travel in digits of this base: sums of 4096 of them are exact in float32."""
 
 
 class Sums(NamedTuple):
@@ -34,7 +42,31 @@ class Sums(NamedTuple):
     loss: float = 0.0
     """Of the last round: sum of the losses, and how many; samples."""
     losses: float = 0.0
-    samples: float = 0.0
+    lr: float = 0.0
+    """Of those that are not done, whose lr may have stopped where they did."""
+    saved: float = 0.0
+    """Workers whose state was saved since the last average."""
+    samples: int = 0
+
+    def mean_lr(self, num_workers: int) -> float:
+        """Of those that are not done."""
+        return self.lr / max(1.0, num_workers - self.done)
+
+    def packed(self) -> tuple[float, ...]:
+        """As they travel: the samples, which can be more than float32 counts, in three digits."""
+        rest, low = divmod(self.samples, DIGIT)
+        high, middle = divmod(rest, DIGIT)
+        return (*self[:-1], low, middle, high)
+
+    @classmethod
+    def unpacked(cls, numbers: Sequence[float]) -> Sums:
+        """Back from sums of what was ``packed``."""
+        *known, low, middle, high = numbers
+        return cls._make([*known, round(low) + DIGIT * (round(middle) + DIGIT * round(high))])
+
+
+SUMS_WIDTH = len(Sums._fields) + 2
+"""How many numbers ``Sums.packed`` has."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +79,7 @@ class Header:
     extras: Tensor
     """Numbers averaged as the models are, (n, E) as sent and (E,) as landed: optimizer state."""
     counts: tuple[bool, ...] = ()
-    """Per hosted worker: does its model count? One with nothing new, or not finite, does not (its row is zero)."""
+    """Per hosted worker: does its model count? One with nothing new, or not finite, does not; its row is not read."""
     bad: tuple[bool, ...] = ()
     """Per hosted worker: is its model not finite?"""
     steps: tuple[int, ...] = ()
@@ -58,19 +90,18 @@ class Header:
     """Room for one collective: (P + E + tail,) with the dtype to sum in, reused by every average."""
     step_seconds: tuple[float, ...] = ()
     """By worker id, 0 where not hosted, as sent; of all workers as landed. Empty unless the schedule asks for them."""
-    lr: float = 0.0
-    """Of the workers' own optimizer, when this was launched."""
+    passes: tuple[int, ...] = ()
+    """Per hosted worker: gradients computed since the last average, for those that hear neighbours only."""
 
     def tail(self) -> Tensor:
         """What is summed as it is."""
-        return torch.cat([self.exact.new_tensor((*self.sums, *self.step_seconds)), self.exact])
+        return torch.cat([self.exact.new_tensor((*self.sums.packed(), *self.step_seconds)), self.exact])
 
     def landed(self, extras: Tensor, tail: Tensor) -> Header:
         """The header of all workers, from what came back."""
-        width = len(Sums._fields)
-        known = width + len(self.step_seconds)
+        known = SUMS_WIDTH + len(self.step_seconds)
         numbers = tail[:known].tolist()
-        sums, seconds = Sums(*numbers[:width]), tuple(numbers[width:])
+        sums, seconds = Sums.unpacked(numbers[:SUMS_WIDTH]), tuple(numbers[SUMS_WIDTH:])
         return replace(self, extras=extras, sums=sums, step_seconds=seconds, exact=tail[known:])
 
 
@@ -91,13 +122,21 @@ class Landing:
     """By hosted worker: those whose models it waited for; None: all."""
     copy_seconds: float = 0.0
     """Spent on making the target after it had arrived."""
+    memory: Memory | None = None
+    """What the averaging remembers from now on, if this average counts; None: what it did."""
+    exact: Tensor | None = None
+    """(P,) the weighted mean of all models that count, in full precision and known to every process; None: unless the
+    loop asks for it by a sum of its own, at the end of a run and in ``consensus()``."""
     mean: Tensor | None = None
-    """(P,) of all workers' models, where it is known and is not the target: what the drift is measured from."""
-    knows_mean: bool = True
-    """Is ``mean``, or else the target that all share, the mean of the models? If not, the drift is unknown."""
+    """(P,) the same where only this process knows it. The drift is measured from either."""
     shared: bool = True
     """Did all hear of all? If not (gossip), no buffers are pooled, the header's last-round numbers are the hosted
     workers' own, and the records wait until all meet."""
+
+    def beside(self, other: Landing | Work[Any]) -> Landing:
+        """This one, with the bytes of another that was needed for it."""
+        sent, by_server = self.bytes_sent + other.bytes_sent, self.server_bytes_sent + other.server_bytes_sent
+        return replace(self, bytes_sent=sent, server_bytes_sent=by_server)
 
 
 @dataclass(frozen=True)
@@ -113,30 +152,27 @@ class Setting:
     """Do its rounds last so many seconds?"""
 
 
-@runtime_checkable
-class Averaging(Protocol):
-    """How to combine the workers' models.
+class Averaging(ABC):
+    """How to combine the workers' models: a value, of which only ``launch`` must be written."""
 
-    One that needs to know where all workers begin has a method ``start(point)`` besides, called before the first step;
-    one that cannot work with everything has ``check(setting)``, which raises a ValueError that says why; one whose
-    landings are not ``shared`` says so by ``hears_neighbours_only = True``.
-    """
+    hears_neighbours_only: ClassVar[bool] = False
+    """Are its landings not ``shared``?"""
 
-    def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
-        """Start an average of the snapshots ``snap`` (n, P), which are not to be changed; see ``Header.counts``."""
-        ...
+    def check(self, setting: Setting) -> None:  # noqa: B027 - most work with everything
+        """Raise a ValueError that says why it cannot work with this setting."""
 
-    def final(self, comm: Communicator, snap: Tensor, header: Header) -> Landing:
-        """The exact mean of all workers: for ``consensus()``, and to end a run whose targets differ by worker.
+    def init(self, point: Tensor, hosted: int) -> Memory:
+        """What it remembers before the first average: all workers, ``hosted`` of them here, begin at ``point`` (P,)."""
+        return {}
 
-        An average for which all workers are done (``sums.done``) ends the run, and is to be the exact mean too.
+    def weigh(self, header: Header) -> Sequence[float]:
+        """How much each hosted worker counts; those of ``header.counts`` alike unless it says otherwise."""
+        return [float(count) for count in header.counts]
+
+    @abstractmethod
+    def launch(self, memory: Memory, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
+        """Start an average of the snapshots ``snap`` (n, P), which are not to be changed, no more than ``memory``.
+
+        What it is to remember goes into ``Landing.memory``: the loop may drop it, since a worker that is done answers
+        whatever the others do, and learns from the header that came back whether that was an average.
         """
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What it remembers from average to average."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remember ``state``."""
-        ...

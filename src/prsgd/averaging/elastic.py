@@ -9,22 +9,13 @@ the centre as much as the centre pulls the worker. A run ends with one exact mea
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from prsgd.averaging.base import Averaging, Header, Landing
+from prsgd.averaging.base import Averaging, Header, Landing, Memory
 from prsgd.averaging.summed import summed
 from prsgd.comm.base import Communicator, Then, Work
-
-
-@dataclass
-class _Memory:
-    """The centre variable: all processes keep the same."""
-
-    centre: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,6 @@ class elastic(Averaging):  # noqa: N801 - a word in the user's sentence
 
     alpha: float | None = None
     beta: float = 0.9
-    _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value in (("alpha", self.alpha), ("beta", self.beta)):
@@ -47,35 +37,23 @@ class elastic(Averaging):  # noqa: N801 - a word in the user's sentence
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
                 raise ValueError(f"{name} must be in (0, 1), got {value!r}")
 
-    def start(self, point: Tensor) -> None:
-        """All workers and the centre begin here."""
-        self._memory.centre = point.clone()
+    def init(self, point: Tensor, hosted: int) -> Memory:
+        return {"centre": point.clone()}
 
-    def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
+    def launch(self, memory: Memory, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
         own = snap.clone()  # a lone model's lies where the sum will
         alpha = self.beta / comm.num_workers if self.alpha is None else self.alpha
-        n = comm.num_workers
-        return Then(summed(comm, snap, header), lambda landing: self._pull(landing, own, alpha, header.counts, n))
+        return Then(summed(comm, snap, header), lambda landing: self._pull(memory, landing, own, alpha, header.counts))
 
-    def final(self, comm: Communicator, snap: Tensor, header: Header) -> Landing:
-        return summed(comm, snap, header).wait()
-
-    def _pull(self, landing: Landing, own: Tensor, alpha: float, counts: tuple[bool, ...], num_workers: int) -> Landing:
-        if landing.target is None or landing.header.sums.done == num_workers:  # a run ends with the mean
+    def _pull(self, memory: Memory, landing: Landing, own: Tensor, alpha: float, counts: tuple[bool, ...]) -> Landing:
+        if landing.target is None:
             return landing
         began = time.perf_counter()
-        centre = self._memory.centre
-        assert centre is not None, "LocalSGD calls start()"
-        targets = own.add_(centre - own, alpha=alpha)
-        self._memory.centre = centre + self.beta * (landing.target - centre)
+        before = memory["centre"]
+        targets = own.add_(before - own, alpha=alpha)
+        centre = before + self.beta * (landing.target - before)
         for row, count in zip(targets, counts):
             if not count:  # not finite, or without news: at the centre
-                row.copy_(self._memory.centre)
+                row.copy_(centre)
         seconds = landing.copy_seconds + time.perf_counter() - began
-        return replace(landing, target=targets, mean=landing.target, copy_seconds=seconds)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._memory.centre is None else {"centre": self._memory.centre.clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._memory.centre = None if state.get("centre") is None else state["centre"].clone()
+        return replace(landing, target=targets, memory={"centre": centre}, copy_seconds=seconds)

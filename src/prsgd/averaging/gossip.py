@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prsgd._check import one_of
-from prsgd.averaging.base import Averaging, Header, Landing, Setting
-from prsgd.averaging.summed import summed
+from prsgd.averaging.base import Averaging, Header, Landing, Memory, Setting
 from prsgd.comm.base import Both, Communicator, Route, Then, Work
 from prsgd.errors import DivergedError, MismatchError
 
@@ -30,16 +29,12 @@ Matrix = NDArray[np.float64]
 Rows = tuple[tuple[float, ...], ...]
 AVERAGES, IS_DONE, ASKS_CONSENSUS = 0, 1, 2
 """What a worker is about to do."""
+MESSAGE = 3
+"""Numbers that it tells: that, whether its model is finite, and how many gradients it took since the last average."""
 TOLERANCE = 1e-6
 """Of what a given matrix's rows and columns add up to; float32's rounding is below it, and is taken out."""
 _HAS = {IS_DONE: "run out of data", ASKS_CONSENSUS: "called consensus()"}
 _TOGETHER = "with gossip() all workers need the same number of averages, and call consensus() between the same two"
-
-
-@dataclass
-class _Memory:
-    lost: int = 0
-    """Averages in a row after which a hosted worker had no finite model, since its neighbours had none."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,6 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
     hears_neighbours_only: ClassVar[bool] = True
 
     graph: str | Rows = "ring"
-    _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.graph, str):
@@ -89,13 +83,20 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
                 "rounds by the clock give workers different numbers of averages, gossip() needs the same: use mean()"
             )
 
-    def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
-        if header.sums.done:
-            if header.sums.done < len(snap):
-                raise MismatchError(f"a worker of this process has run out of data before the others: {_TOGETHER}")
-            told = self._tell(comm, IS_DONE, header)
-            return Then(told, lambda _: _exact_mean(comm, snap, header))
-        told = self._tell(comm, AVERAGES, header)
+    def init(self, point: Tensor, hosted: int) -> Memory:
+        """``lost``: averages in a row after which a hosted worker had no finite model, nor its neighbours."""
+        return {"lost": 0}
+
+    def launch(self, memory: Memory, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
+        if 0 < header.sums.done < len(snap):
+            raise MismatchError(f"a worker of this process has run out of data before the others: {_TOGETHER}")
+        what = ASKS_CONSENSUS if header.sums.consensus else IS_DONE if header.sums.done else AVERAGES
+        told = self._tell(comm, what, header)
+        if what != AVERAGES:  # nor do the neighbours, nor theirs: all workers meet
+            all_meet = {"workers": comm.num_workers, "consensus" if header.sums.consensus else "done": comm.num_workers}
+            sent = self.bytes_sent(comm.num_workers, 0, header.exact.dtype)
+            met = Landing(None, replace(header, sums=header.sums._replace(**all_meet)), bytes_sent=sent)
+            return Then(told, lambda _: met)
         weights = self.matrix(comm.num_workers)
         outgoing, incoming = _routes(weights, comm.workers)
         hears = tuple(tuple(np.flatnonzero(weights[worker]).tolist()) for worker in comm.workers)
@@ -103,7 +104,7 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
         here = dict(zip(comm.workers, snap))
         received = {route: torch.empty_like(snap[0]) for route in incoming}
         work = Both(told, comm.exchange({route: here[route[0]] for route in outgoing}, received))
-        bytes_sent = self.bytes_sent(comm.num_workers, snap)
+        bytes_sent = self.bytes_sent(comm.num_workers, snap.shape[1], snap.dtype)
 
         def landing(both: tuple[set[int], None]) -> Landing:
             began = time.perf_counter()
@@ -112,7 +113,12 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
             for target, worker, sources in zip(targets, comm.workers, hears):
                 rows = {j: here[j] if j in here else received[(j, worker)] for j in sources if j not in bad}
                 _mix(target, worker, rows, weights[worker])
-            self._notice(bool(targets[:, :1].isnan().any()), comm.num_workers)
+            lost = memory["lost"] + 1 if bool(targets[:, :1].isnan().any()) else 0
+            if lost > comm.num_workers:
+                raise DivergedError(
+                    f"no finite model has come from the neighbours in {comm.num_workers} averages; "
+                    "lower the lr, or clip gradients"
+                )
             return Landing(
                 target=targets,
                 header=replace(header, sums=header.sums._replace(workers=comm.num_workers - len(bad), bad=len(bad))),
@@ -120,63 +126,46 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
                 hops=1,
                 hears=hears,
                 copy_seconds=time.perf_counter() - began,
+                memory={"lost": lost},
                 mean=snap.mean(dim=0) if len(snap) == comm.num_workers and not bad else None,
                 shared=False,
             )
 
         return Then(work, landing)
 
-    def final(self, comm: Communicator, snap: Tensor, header: Header) -> Landing:
-        if header.sums.consensus:
-            self._tell(comm, ASKS_CONSENSUS, header).wait()
-        return _exact_mean(comm, snap, header)
-
-    def bytes_sent(self, num_workers: int, snap: Tensor) -> int:
-        """Per worker and average: what it is about to do, and its model, to each that hears it."""
+    def bytes_sent(self, num_workers: int, num_values: int, dtype: torch.dtype = torch.float32) -> int:
+        """Per worker and average: what it is about to do, and so many numbers of its model, to each that hears it."""
         weights = self.matrix(num_workers)
         links = int(np.count_nonzero(weights) - np.count_nonzero(weights.diagonal()))
-        return round(links / num_workers * (snap.shape[1] + 2) * snap.element_size())
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """It remembers nothing that matters."""
+        return round(links / num_workers * (num_values + MESSAGE) * dtype.itemsize)
 
     def _tell(self, comm: Communicator, what: int, header: Header) -> Work[set[int]]:
         """Tell the neighbours what this process's workers do, and learn which of theirs have no finite model."""
         outgoing, incoming = _routes(self.matrix(comm.num_workers), comm.workers)
-        own = {worker: header.exact.new_tensor([what, is_bad]) for worker, is_bad in zip(comm.workers, header.bad)}
-        received = {route: header.exact.new_zeros(2) for route in incoming}
+        passes = dict(zip(comm.workers, header.passes or (0,) * len(header.bad)))
+        own = {w: header.exact.new_tensor([what, bad, passes[w]]) for w, bad in zip(comm.workers, header.bad)}
+        received = {route: header.exact.new_zeros(MESSAGE) for route in incoming}
 
         def heard(_: None) -> set[int]:
             found = set()
-            for (source, _to), message in received.items():
-                does, is_bad = message.tolist()
+            for (source, to), message in received.items():
+                does, is_bad, theirs = message.tolist()
                 if (what == AVERAGES) != (does == AVERAGES):
                     odd = f"worker {source} has {_HAS[int(does)]}" if does else f"this one has {_HAS[what]} before"
                     raise MismatchError(
                         f"{odd} while {'this one' if does else f'worker {source}'} averages: {_TOGETHER}"
+                    )
+                if what == AVERAGES and theirs != passes[to]:
+                    raise MismatchError(
+                        f"worker {source} computed {theirs:g} gradients since the last average and worker {to} "
+                        f"{passes[to]}: a step was skipped (as GradScaler does), which shifts a worker's averages; "
+                        + _TOGETHER
                     )
                 if is_bad:
                     found.add(source)
             return found
 
         return Then(comm.exchange({route: own[route[0]] for route in outgoing}, received), heard)
-
-    def _notice(self, lost: bool, num_workers: int) -> None:
-        self._memory.lost = self._memory.lost + 1 if lost else 0
-        if self._memory.lost > num_workers:
-            raise DivergedError(
-                f"no finite model has come from the neighbours in {num_workers} averages; "
-                "lower the lr, or clip gradients"
-            )
-
-
-def _exact_mean(comm: Communicator, snap: Tensor, header: Header) -> Landing:
-    """Of all finite models, with news or without, since workers have kept apart: it counts as an average."""
-    counts = tuple(not is_bad for is_bad in header.bad)
-    return summed(comm, snap, replace(header, counts=counts, sums=header.sums._replace(workers=sum(counts)))).wait()
 
 
 def _mix(target: Tensor, worker: int, rows: Mapping[int, Tensor], weights: Matrix) -> None:

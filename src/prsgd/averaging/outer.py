@@ -6,30 +6,22 @@ x - m, and the workers move to the point that SGD with momentum makes of it:
     u <- momentum u + (x - m) / s        x <- x - lr s (u, or with Nesterov (x - m) / s + momentum u)
 
 s is 1 (DiLoCo, Douillard et al. 2023: lr 0.7, Nesterov momentum 0.9) or the workers' own lr (SlowMo, Wang et al. 2020:
-lr 1, momentum 0.7), which keeps u in the scale of gradients while that lr falls. lr 1 without momentum is the mean.
+lr 1, momentum 0.7), which keeps u in the scale of gradients while that lr falls. lr 1 without momentum is the mean. In
+a round that closes with an lr of 0 (warm-up, the end of a cosine) s says nothing: workers move to the mean, u waits.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from prsgd._check import from_zero_to, positive
-from prsgd.averaging.base import Averaging, Header, Landing
+from prsgd.averaging.base import Averaging, Header, Landing, Memory
 from prsgd.averaging.summed import check_weights, summed, weights_of
 from prsgd.comm.base import Communicator, Then, Work
-
-
-@dataclass
-class _Memory:
-    """What all workers know alike: the point they last agreed on, and the momentum."""
-
-    point: Tensor | None = None
-    velocity: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -49,46 +41,32 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
     by_inner_lr: bool = False
     """Is the momentum kept in units of the workers' own lr? SlowMo does."""
     weights: str = "uniform"
-    _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         positive("lr", self.lr)
         from_zero_to("momentum", self.momentum, 1.0)
         check_weights(self.weights)
 
-    def start(self, point: Tensor) -> None:
-        """All workers begin here."""
-        self._memory.point, self._memory.velocity = point.clone(), None
+    def init(self, point: Tensor, hosted: int) -> Memory:
+        return {"point": point.clone()}
 
-    def launch(self, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
-        work = summed(comm, snap, header, weights_of(self.weights, header))
-        return Then(work, lambda landing: self._step(landing, header.lr, comm.num_workers))
+    def weigh(self, header: Header) -> Sequence[float]:
+        return weights_of(self.weights, header)
 
-    def final(self, comm: Communicator, snap: Tensor, header: Header) -> Landing:
-        return summed(comm, snap, header, weights_of(self.weights, header)).wait()
+    def launch(self, memory: Memory, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
+        work = summed(comm, snap, header, self.weigh(header))
+        return Then(work, lambda landing: self._step(memory, landing, comm.num_workers))
 
-    def _step(self, landing: Landing, inner_lr: float, num_workers: int) -> Landing:
+    def _step(self, memory: Memory, landing: Landing, num_workers: int) -> Landing:
         if landing.target is None or (self.lr == 1 and not self.momentum):
             return landing
-        if landing.header.sums.done == num_workers:  # what is left at the end is no round
-            return landing
         began = time.perf_counter()
-        memory = self._memory
-        assert memory.point is not None, "LocalSGD calls start()"
-        scale = inner_lr if self.by_inner_lr else 1.0
-        change = (memory.point - landing.target) / scale
-        memory.velocity = change.clone() if memory.velocity is None else self.momentum * memory.velocity + change
-        direction = change + self.momentum * memory.velocity if self.nesterov else memory.velocity
-        memory.point = memory.point - self.lr * scale * direction
+        scale = landing.header.sums.mean_lr(num_workers) if self.by_inner_lr else 1.0  # the same for all
+        if not scale:
+            return replace(landing, memory={**memory, "point": landing.target.clone()})
+        change = (memory["point"] - landing.target) / scale
+        velocity = change.clone() if "velocity" not in memory else self.momentum * memory["velocity"] + change
+        direction = change + self.momentum * velocity if self.nesterov else velocity
+        point = memory["point"] - self.lr * scale * direction
         seconds = landing.copy_seconds + time.perf_counter() - began
-        return replace(landing, target=memory.point.clone(), mean=landing.target, copy_seconds=seconds)
-
-    def state_dict(self) -> dict[str, Any]:
-        memory = self._memory
-        named = {"point": memory.point, "velocity": memory.velocity}
-        return {name: value.clone() for name, value in named.items() if value is not None}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._memory.point, self._memory.velocity = (
-            None if state.get(name) is None else state[name].clone() for name in ("point", "velocity")
-        )
+        return replace(landing, target=point, memory={"point": point, "velocity": velocity}, copy_seconds=seconds)

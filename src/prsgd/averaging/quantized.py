@@ -11,14 +11,14 @@ A row is cut into buckets, each with a scale of its own that travels beside its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prsgd._check import one_of, whole_number
-from prsgd.averaging.changes import Gathered, Memory
+from prsgd.averaging.changes import Gathered
 from prsgd.averaging.packing import pack, packed_bytes, unpack
 from prsgd.averaging.summed import check_weights
 
@@ -43,7 +43,6 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
     weights: str = "uniform"
     seed: int = 0
     """Of the rounding: each worker's numbers depend on it, the worker and the average."""
-    _memory: Memory = field(default_factory=Memory, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, str) and not self.bits.isdigit():
@@ -68,9 +67,9 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
     def num_bytes(self, num_values: int, dtype: torch.dtype = torch.float32) -> int:
         return self._packed_bytes(num_values) + -(-num_values // self._bucket(num_values)) * int(dtype.itemsize)
 
-    def encode(self, change: Tensor, worker: int = 0) -> Tensor:
+    def encode(self, change: Tensor, worker: int = 0, average: int = 0) -> Tensor:
         encoded = torch.empty(self.num_bytes(len(change), change.dtype), dtype=torch.uint8, device=change.device)
-        generator = None if self.bits == "sign" else self._generator(worker, change)
+        generator = None if self.bits == "sign" else self._generator(worker, average, change.device)
         packed, scales = self._split(encoded, change)
         run, bucket = self._run(len(change)), self._bucket(len(change))
         found, at = torch.empty_like(scales), 0
@@ -125,9 +124,9 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
         places = _noise(buckets, generator).add_(half).addcmul_(buckets, factors.unsqueeze(1)).floor_()
         return places.clamp_(0, self.levels - 1).to(torch.int32 if self.levels > 256 else torch.uint8)
 
-    def _generator(self, worker: int, change: Tensor) -> torch.Generator:
-        seed = np.random.SeedSequence((self.seed, worker, self._memory.averages)).generate_state(1, np.uint64)[0]
-        return torch.Generator(change.device).manual_seed(int(seed) >> 1)
+    def _generator(self, worker: int, average: int, device: torch.device) -> torch.Generator:
+        seed = np.random.SeedSequence((self.seed, worker, average)).generate_state(1, np.uint64)[0]
+        return torch.Generator(device).manual_seed(int(seed) >> 1)
 
 
 def _buckets(values: Tensor, bucket: int) -> Tensor:

@@ -6,12 +6,12 @@ A row travels as: how many of the numbers lie in each run of 65,536, where in it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from prsgd.averaging.changes import Gathered, Memory
+from prsgd.averaging.changes import Gathered
 from prsgd.averaging.summed import check_weights
 
 RUN = 1 << 16
@@ -30,7 +30,6 @@ class sparse(Gathered):  # noqa: N801 - a word in the user's sentence
 
     density: float = 0.01
     weights: str = "uniform"
-    _memory: Memory = field(default_factory=Memory, repr=False, compare=False)
 
     keeps_residuals = True
 
@@ -46,7 +45,7 @@ class sparse(Gathered):  # noqa: N801 - a word in the user's sentence
     def num_bytes(self, num_values: int, dtype: torch.dtype = torch.float32) -> int:
         return _num_runs(num_values) * 4 + self.num_kept(num_values) * (2 + dtype.itemsize)
 
-    def encode(self, change: Tensor, worker: int = 0) -> Tensor:
+    def encode(self, change: Tensor, worker: int = 0, average: int = 0) -> Tensor:
         places = _largest(change.abs(), self.num_kept(len(change))).sort().values
         counts = torch.bincount(places // RUN, minlength=_num_runs(len(change))).int()
         offsets = (places % RUN).to(torch.int16)  # from 32,768 on as negative numbers

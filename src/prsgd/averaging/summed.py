@@ -37,8 +37,10 @@ def summed(comm: Communicator, snap: Tensor, header: Header, weights: Sequence[f
         weight = landed.sums.weight
         if weight not in (0, 1):
             flat[: num_params + num_extras].div_(weight)
+        mean = row if weight else None
         return Landing(
-            target=row if weight else None,
+            target=mean,
+            exact=mean,
             header=landed,
             bytes_sent=work.bytes_sent,
             server_bytes_sent=work.server_bytes_sent,
@@ -77,7 +79,7 @@ def weighted_sum(rows: Tensor, weights: Sequence[float], out: Tensor) -> None:
             if weight != 1.0:
                 out.mul_(weight)
         else:
-            out.add_(row, alpha=weight)
+            out.add_(row if weight == 1.0 else row * weight)  # rounded as it is where each worker has its own process
         first = False
     if first:
         out.zero_()

@@ -1,0 +1,68 @@
+"""What must fit before a saved state is taken over: a state of another run is refused before anything changes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from prsgd.averaging.base import Averaging, Memory
+from prsgd.errors import CheckpointError, PrsgdError
+
+
+def described(part: object) -> str:
+    """A schedule or an averaging in words that are the same in every process and every run."""
+    return repr(part) if is_dataclass(part) else type(part).__name__
+
+
+def check_setup(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse what cannot go on from there, and say what goes on otherwise than it began."""
+    for name in ("workers", "num_parameters", "overlap", "optimizer_state"):
+        if saved[name] != own[name]:
+            words = name.replace("_", " ")
+            raise CheckpointError(f"the state is of a run with {words} {saved[name]!r}, this one has {own[name]!r}")
+    was, now = (setup["averaging"].partition("(")[0] for setup in (saved, own))
+    if was != now:
+        raise CheckpointError(f"the state is of a run with {was}(), this one has {now}()")
+    for name in ("schedule", "averaging"):
+        if saved[name] != own[name]:
+            warnings.warn(
+                f"the run began with the {name} {saved[name]} and goes on with {own[name]}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def check_memory(averaging: Averaging, memory: Memory, fresh: Memory) -> None:
+    """Does ``memory`` hold what this averaging begins with, in the same sizes?"""
+    for name, value in fresh.items():
+        if name not in memory:
+            raise CheckpointError(
+                f"the state is of a run with another averaging than {described(averaging)}: it does not hold {name!r}"
+            )
+        if isinstance(value, Tensor):
+            check_shape(f"averaging {name!r}", memory[name], tuple(value.shape))
+
+
+def check_shape(what: str, tensor: Any, shape: tuple[int, ...]) -> None:
+    found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+    if found != shape:
+        raise CheckpointError(f"the state does not fit: {what} is {found}, this run's has the shape {shape}")
+
+
+@contextmanager
+def damage_named() -> Iterator[None]:
+    """What is missing or of another kind is one line, not an error of somebody who tried to use it."""
+    try:
+        yield
+    except (PrsgdError, Warning):
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    except (KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+        kind = f"{error} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
+        raise CheckpointError(f"the state is damaged, or no state of LocalSGD: {kind}") from None
