@@ -1,0 +1,266 @@
+"""One random run, as a value: what a seed stands for, and what is legal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any
+
+import torch
+
+import prsgd
+from prsgd.schedules import Now
+
+NAN_PLACES = ("parameters", "gradient", "after", "buffers", "infinite")
+"""Before the update, in the gradient alone, between this batch and what comes next, in the model's floating buffers
+alone; infinities in the parameters before the update."""
+_NAMES: dict[str, Any] = {"bfloat16": torch.bfloat16, "float16": torch.float16} | {
+    name: getattr(prsgd, name)
+    for name in (
+        "every", "per_worker", "growing", "once", "mean", "outer", "elastic", "gossip", "quantized", "sparse"
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What the workers do. Batches are counted from 1 for each worker, ticks are steps of the one-process fleet."""
+
+    averaging: str = "mean()"
+    schedule: str = "every(2)"
+    batches: tuple[int, ...] = (6, 6)
+    """Of each worker: its data."""
+    overlap: int = 0
+    optimizer: str = "sgd"
+    """"sgd", "momentum", "adam", or "two": momentum for the matrices and adam for the rest, one after the other."""
+    weight_decay: float = 0.0
+    optimizer_state: str = "keep"
+    warmup: int = 0
+    """The lr rises from 0 over so many batches."""
+    model: str = "mlp"
+    form: str = "model"
+    """What a rank trains: a plain "model", or a "fleet" over TorchDistributed."""
+    ranks: int = 2
+    shape: str = "all-reduce"
+    looks: tuple[tuple[int, str], ...] = ()
+    """(tick, "before" or "after" those that are out of data leave): consensus(), where all may call it."""
+    nans: tuple[tuple[int, int, str], ...] = ()
+    """(worker, batch, one of NAN_PLACES)"""
+    skips: tuple[tuple[int, int], ...] = ()
+    """(worker, batch): no step, as when GradScaler finds an infinity."""
+    log: str = "before"
+    """the step, "after" it, or "never" """
+    resume_at: int = 0
+    """The run is saved and made anew after this tick; 0: never."""
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.batches)
+
+    @property
+    def weighted(self) -> bool:
+        """Do workers count by their steps or samples?"""
+        return "steps" in self.averaging or "samples" in self.averaging
+
+    def closings(self, worker: int, overlap: int) -> list[int]:
+        """The worker's steps after which its rounds close, if it takes every step."""
+        found, opened = [], 0
+        for round in range(1, 40):
+            now = Now(worker=worker, num_workers=self.num_workers, round=round, step=opened, lr=0.1, last=None)
+            steps = made(self.schedule).open(now).steps
+            if steps is None:
+                break
+            found.append(opened + steps - min(overlap, steps))
+            opened += steps
+        return found
+
+    def __repr__(self) -> str:
+        """The fields that are not the defaults: it can be pasted into ``--scenario``."""
+        shown = (
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if f.default is MISSING or getattr(self, f.name) != f.default
+        )
+        return f"Scenario({', '.join(shown)})"
+
+
+def made(expression: str) -> Any:
+    """A schedule or an averaging from its text."""
+    return eval(expression, {"__builtins__": {}}, _NAMES)
+
+
+def read(text: str) -> Scenario:
+    """Back from a scenario's repr."""
+    found = eval(text, {"__builtins__": {}}, {"Scenario": Scenario})
+    assert isinstance(found, Scenario)
+    return found
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    dice = random.Random(seed)
+    num_workers, ranks, form = dice.choices(
+        [(2, 2, "model"), (2, 2, "fleet"), (3, 2, "fleet"), (3, 3, "model"), (3, 3, "fleet")], [8, 5, 3, 1, 1]
+    )[0]
+    averaging = _averaging(dice, num_workers)
+    gossips = averaging.startswith("gossip")
+    schedule, smallest = _schedule(dice, num_workers, same=gossips)
+    overlap = dice.choice([d for d in (0, 0, 1, 2) if d <= smallest or schedule.startswith("growing")])
+    if gossips or dice.random() < 0.35:
+        batches = (dice.randint(0 if dice.random() < 0.1 else 2, 9),) * num_workers
+    else:
+        batches = tuple(dice.randint(0, 9) for _ in range(num_workers))
+    states, gathers = ["keep", "keep", "reset"], averaging.startswith(("gossip", "quantized", "sparse"))
+    if overlap < 2 and not gathers:
+        states.append("average")
+    by_samples = "samples" in averaging
+    found = Scenario(
+        averaging=averaging,
+        schedule=schedule,
+        batches=batches,
+        overlap=overlap,
+        optimizer=dice.choice(["sgd", "momentum", "momentum", "adam", "two"]),
+        weight_decay=dice.choice([0.0, 0.01]),
+        optimizer_state=dice.choice(states),
+        model=dice.choice(["mlp", "batchnorm", "batchnorm", "dropout" if form == "fleet" else "mlp", "tracker"]),
+        form=form,
+        ranks=ranks,
+        shape="parameter-server" if not gathers and dice.random() < 0.15 else "all-reduce",
+        log="before" if by_samples else dice.choice(["before", "before", "after", "never"]),
+    )
+    last = max(batches)
+    if last and dice.random() < 0.5:
+        ticks = sorted(dice.randint(0, last) for _ in range(dice.randint(1, 3)))
+        found = replace(found, looks=tuple((t, dice.choice(["before", "after"])) for t in ticks))
+    fed = [w for w in range(num_workers) if batches[w]]
+    if fed and dice.random() < 0.4:
+        found = replace(found, nans=_nans(dice, found, fed))
+        if any(place == "buffers" for *_, place in found.nans) and found.model not in ("batchnorm", "tracker"):
+            found = replace(found, model="batchnorm")
+    if fed and not gossips and dice.random() < 0.2:
+        worker = dice.choice(fed)
+        found = replace(found, skips=((worker, dice.randint(1, batches[worker])),))
+    if (found.skips or "per_worker" in schedule) and not overlap:
+        # A fleet's worker that waits for one that is late has its model looked at when all have closed, not before.
+        found = replace(found, nans=tuple(nan for nan in found.nans if nan[-1] != "after"))
+    if found.log == "after" and overlap >= smallest and (found.nans or found.skips or "every" not in schedule):
+        # A round's last loss leaves with the next average, unless workers of the fleet wait for others to launch it.
+        found = replace(found, log="before")
+    # The fleet has one lr for all, by tick: with a warm-up, ticks must be everybody's batches.
+    if (
+        not found.skips
+        and not found.nans
+        and schedule.startswith(("every", "once"))
+        and (dice.random() < (0.7 if "by_inner_lr" in averaging else 0.2))
+    ):
+        found = replace(found, warmup=dice.choice([2, 5]))
+    if last > 1 and dice.random() < 0.6:
+        found = replace(found, resume_at=dice.randint(1, last))
+    return found
+
+
+def _averaging(dice: random.Random, num_workers: int) -> str:
+    return dice.choice(
+        [
+            "mean()",
+            "mean()",
+            "mean('steps')",
+            "mean('samples')",
+            "mean(dtype=bfloat16)",
+            dice.choice(["mean('steps', dtype=bfloat16)", "mean(dtype=float16)"]),
+            "outer()",
+            dice.choice(["outer(1.0, 0.0)", "outer(0.5, 0.5, nesterov=False)", "outer(weights='steps')"]),
+            "outer(1.0, 0.7, nesterov=False, by_inner_lr=True)",
+            "elastic()",
+            "elastic(alpha=0.3, beta=0.5)",
+            "gossip('complete')",
+            f"gossip('{'ring' if num_workers > 2 else 'complete'}')",
+            "quantized(4, bucket=16)",
+            "quantized('ternary', bucket=8)",
+            "quantized('sign', bucket=16)",
+            dice.choice(["quantized(1, bucket=16)", "quantized('sign', bucket=16, weights='steps')"]),
+            f"sparse({dice.choice([0.1, 0.2, 0.5])})",
+        ]
+    )
+
+
+def _schedule(dice: random.Random, num_workers: int, *, same: bool) -> tuple[str, int]:
+    """A schedule, and its shortest round."""
+    kind = dice.choices(["every", "per_worker", "growing", "once"], [10, 0 if same else 4, 2, 1])[0]
+    if kind == "every":
+        period = dice.randint(1, 4)
+        return f"every({period})", period
+    if kind == "per_worker":
+        periods = [dice.randint(1, 4) for _ in range(num_workers)]
+        return f"per_worker({periods})", min(periods)
+    return ("growing(lr_cap=0.1)", 1) if kind == "growing" else ("once()", 2)
+
+
+def _nans(dice: random.Random, scenario: Scenario, fed: Sequence[int]) -> tuple[tuple[int, int, str], ...]:
+    """In one worker or two, often in the last batch."""
+    found = []
+    for _ in range(dice.choice([1, 1, 1, 2])):
+        worker = dice.choice(fed)
+        last = scenario.batches[worker]
+        batch = last if dice.random() < 0.3 else dice.randint(1, last)
+        found.append((worker, batch, dice.choice(NAN_PLACES)))
+    return tuple(sorted(set(found)))
+
+
+def simpler(s: Scenario) -> Iterator[Scenario]:
+    """The scenario with one thing less, in many ways; some may not be legal."""
+    plain = Scenario()
+    for name in ("looks", "nans", "skips"):
+        if len(getattr(s, name)) > 1:
+            yield _with(s, name, ())
+        for k in range(len(getattr(s, name))):
+            yield _with(s, name, getattr(s, name)[:k] + getattr(s, name)[k + 1 :])
+    if s.num_workers > 2 and s.ranks == 2:
+        yield from (_without(s, w) for w in range(s.num_workers))
+    for name in ("resume_at", "shape", "optimizer_state", "optimizer", "weight_decay", "warmup", "model", "log"):
+        if getattr(s, name) != getattr(plain, name) and not (name == "log" and "samples" in s.averaging):
+            yield _with(s, name, getattr(plain, name))
+    if s.form == "fleet" and s.model != "dropout" and s.num_workers == s.ranks:
+        yield replace(s, form="model")
+    if s.averaging != "mean()":
+        yield replace(s, averaging="mean()")
+    if s.overlap:
+        yield replace(s, overlap=s.overlap - 1)
+    for period in (1, 2, 3):
+        if s.overlap <= period and s.schedule != f"every({period})" and s.schedule not in ("every(1)", "every(2)"):
+            yield replace(s, schedule=f"every({period})")
+    for k, (worker, batch, place) in enumerate(s.nans):
+        if batch > 1:
+            yield replace(s, nans=(*s.nans[:k], (worker, batch - 1, place), *s.nans[k + 1 :]))
+        if place != "after":
+            yield replace(s, nans=(*s.nans[:k], (worker, batch, "after"), *s.nans[k + 1 :]))
+    if s.averaging.startswith("gossip"):
+        if s.batches[0] > 1:
+            yield replace(s, batches=tuple(n - 1 for n in s.batches))
+        return
+    for w, n in enumerate(s.batches):
+        if n:
+            yield replace(s, batches=(*s.batches[:w], n - 1, *s.batches[w + 1 :]))
+
+
+def _with(s: Scenario, name: str, value: Any) -> Scenario:
+    fields: dict[str, Any] = {name: value}
+    return replace(s, **fields)
+
+
+def _without(s: Scenario, worker: int) -> Scenario:
+    def renamed(w: int) -> int:
+        return w - (w > worker)
+
+    schedule = s.schedule
+    if schedule.startswith("per_worker"):
+        periods = list(made(schedule).periods)
+        schedule = f"per_worker({periods[:worker] + periods[worker + 1 :]})"
+    return replace(
+        s,
+        schedule=schedule,
+        batches=s.batches[:worker] + s.batches[worker + 1 :],
+        nans=tuple((renamed(w), b, place) for w, b, place in s.nans if w != worker),
+        skips=tuple((renamed(w), b) for w, b in s.skips if w != worker),
+    )
