@@ -123,7 +123,9 @@ def test_not_a_schedule(schedule: Any) -> None:
 @pytest.mark.parametrize("averaging", ["mean", prsgd.mean])
 def test_not_an_averaging(averaging: Any) -> None:
     net = model()
-    with pytest.raises(ValueError, match=r"averaging must be an averaging such as mean\(\), got "):
+    with pytest.raises(
+        ValueError, match=r"averaging must be one such as mean\(\), or of a class derived from prsgd.Averaging, got "
+    ):
         prsgd.LocalSGD(net, sgd(net), schedule=prsgd.every(4), averaging=averaging)
 
 

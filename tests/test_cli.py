@@ -20,7 +20,10 @@ import pytest
 from prsgd import folders
 from prsgd.cli import main
 from prsgd.cli.compare import variants
+from prsgd.cli.running import interruptible
 from prsgd.config import Config
+from prsgd.trace import Span, to_chrome
+from tests.test_report import make_run
 
 QUICK = ["--workers", "4", "--epochs", "2"]
 
@@ -55,7 +58,7 @@ def test_help_needs_no_torch() -> None:
     [
         (["trian"], "prsgd: error: unknown command 'trian': did you mean 'train'?"),
         (["train", "--perod", "3"], "unknown argument '--perod': did you mean '--period'?"),
-        (["train", "--workers", "x"], "argument --workers: invalid int value: 'x'"),
+        (["train", "--workers", "x"], "argument --workers: must be a whole number, got 'x'"),
         (["train", "--workers", "0"], "workers must be a whole number >= 1, got 0"),
         (["train", "--workers", "2000"], "workers must be at most the 1437 samples, got 2000"),
         (["train", "--batch-size", "999"], "batch_size must be at most 179"),
@@ -68,7 +71,7 @@ def test_help_needs_no_torch() -> None:
         (["train", "--resume", "none"], "none holds no run: it has no config.json"),
         (["train", "--out", "/proc/nothing"], "out cannot be written: /proc/nothing"),
         (["compare", "--resume", "none"], "none holds no comparison: it has no compare.json"),
-        (["compare", "--seeds", "0"], "seeds must be how many"),
+        (["compare", "--seeds", "0"], "seeds must be how many, from 1 to 1,000, or a list of seeds, got 0"),
         (["compare", "--jobs", "0"], "jobs must be a whole number >= 1, got 0"),
         (["report", "none"], "none"),
         (["data", "get", "cifar"], "did you mean 'cifar10'?"),
@@ -88,6 +91,22 @@ def test_bad_input_is_one_line_and_exit_2(
     assert len(lines) == 1
     assert message in said
     assert not list(tmp_path.iterdir())
+
+
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "prsgd", "methods"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "prsgd: error: the output: No space left on device\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_toml_and_options(tmp_path: Path) -> None:
@@ -130,11 +149,11 @@ def test_folders_are_not_overwritten(tmp_path: Path) -> None:
 
 
 @contextmanager
-def started(*args: str, cwd: Path, until: str) -> Iterator[subprocess.Popen[str]]:
+def started(*args: str, cwd: Path, until: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
     """A command that runs on, once it has made a file like ``until``; ended in any case."""
     command = [sys.executable, "-m", "prsgd", *args]
     with subprocess.Popen(
-        command, cwd=cwd, env=environment(), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        command, cwd=cwd, env=environment(), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options
     ) as process:
         try:
             limit = time.monotonic() + 60
@@ -164,9 +183,13 @@ def wait_for_the_end_of(processes: list[Path]) -> None:
 
 
 def children_of(process: subprocess.Popen[str]) -> list[Path]:
-    found = [Path("/proc") / n for n in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    found = running_children(process)
     assert found
     return found
+
+
+def running_children(process: subprocess.Popen[str]) -> list[Path]:
+    return [Path("/proc") / n for n in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 LONG = ["--workers", "8", "--epochs", "60", "--overlap", "2"]
@@ -195,6 +218,32 @@ def test_ctrl_c_stops_with_a_checkpoint(tmp_path: Path, processes: str) -> None:
     assert "continue with: prsgd train --resume a" in said
     step = int(said.split("stopped after step ")[1].split(";")[0])
     assert (tmp_path / "a" / "checkpoints" / f"step-{step:08d}" / "manifest-0.json").exists()
+
+
+def test_ctrl_c_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """``timeout`` and some shells send a signal to the whole group and once more to the child."""
+    clock = [100.0]
+    monkeypatch.setattr("prsgd.cli.running.time.monotonic", lambda: clock[0])
+    with interruptible() as asked:
+        assert not asked()
+        for clock[0] in (200.0, 200.01, 200.9):
+            signal.raise_signal(signal.SIGINT)
+            assert asked()
+        clock[0] = 201.1
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert capsys.readouterr().err == "stopping; Ctrl-C again stops at once\n"
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_gets_ctrl_c_twice_at_once_stops_with_a_checkpoint(tmp_path: Path) -> None:
+    more = ["--workers", "8", "--epochs", "400", "--processes", "2", "--out", "a"]
+    with started("train", *more, cwd=tmp_path, until="a/.lock") as process:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+        said = told_to_stop(process)
+    assert "continue with: prsgd train --resume a" in said
+    assert list((tmp_path / "a").glob("checkpoints/step-*/manifest-0.json"))
 
 
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
@@ -277,6 +326,24 @@ def test_ctrl_c_stops_a_comparison_and_no_process_is_left(tmp_path: Path) -> Non
     with started("compare", *MANY, cwd=tmp_path, until="c/*/checkpoints/step-*") as process:
         children = children_of(process)
         assert "continue with: prsgd compare --resume c" in told_to_stop(process)
+    wait_for_the_end_of(children)
+
+
+@pytest.mark.timeout(300)
+def test_ctrl_c_while_the_processes_start(tmp_path: Path) -> None:
+    """A terminal sends it to all of them, and they are busy with importing."""
+    with started("compare", *MANY, cwd=tmp_path, until="c/compare.json", start_new_session=True) as process:
+        limit = time.monotonic() + 60
+        while len(children := running_children(process)) < 3:  # two runs, and what keeps track of shared things
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < limit, "no processes in time"
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert "failed" not in said
+    assert "continue with: prsgd compare --resume c" in said
     wait_for_the_end_of(children)
 
 
@@ -377,3 +444,72 @@ def test_variants() -> None:
         variants({"workers": [2, 3]})
     with pytest.raises(ValueError, match="method one-shot has no period, got 4"):
         variants({"method": ["one-shot"], "period": [4]})
+
+
+def test_a_report_of_several_folders_goes_to_a_new_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for period in (1, 8):
+        make_run(tmp_path / f"p{period}", period=period)
+        assert main(["report", f"p{period}"]) == 0
+    assert capsys.readouterr().out == "p1/report.html\np8/report.html\n"
+    before = [(path, path.read_bytes()) for path in tmp_path.glob("p?/*") if path.is_file()]
+    places = []
+    for more in ([], [], ["--out", "mine"], ["--out", "p1"]):
+        assert main(["report", "p1", "p8", *more]) == 0
+        places.append(capsys.readouterr().out.strip())
+        assert "period 1 and 8" in Path(places[-1]).read_text()
+        if more != ["--out", "p1"]:
+            assert [(path, path.read_bytes()) for path, _ in before] == before
+    assert places[2:] == ["mine/report.html", "p1/report.html"]
+    assert len(set(places)) == 4
+    assert all(Path(place).parent.match("runs/report-*") for place in places[:2])
+
+
+def test_a_reports_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for period in (1, 8):
+        make_run(tmp_path / f"p{period}", period=period)
+    assert main(["report", "p1", "p8", "--out", "a", "--baseline", "pr-sgd period 8"]) == 0
+    assert "8x the bytes" in Path("a/report.html").read_text()
+    capsys.readouterr()
+    for name in ("period 3", ""):
+        with pytest.raises(SystemExit) as stopped:
+            main(["report", "p1", "p8", "--out", "b", "--baseline", name])
+        assert stopped.value.code == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert f"baseline must be one of 'pr-sgd period 1', 'pr-sgd period 8', got {name!r}" in line
+    assert not Path("b").exists()
+
+
+def test_a_timeline_names_seeds_and_what_else_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spans = [Span(0, "step", 0.1 * i, 0.1 * i + 0.08, i + 1) for i in range(4)]
+    spans += [Span(0, "blocked", 0.1 * i + 0.08, 0.1 * i + 0.1, i + 1) for i in range(4)]
+
+    def headings(folder: str) -> list[str]:
+        assert main(["timeline", folder, "--rounds", "1000000000"]) == 0
+        blocks = capsys.readouterr().out.strip("\n").split("\n\n")
+        return [block.splitlines()[0] for block in blocks[:-1]]
+
+    for period, seed in ((1, 0), (1, 1), (8, 0)):
+        folder = make_run(tmp_path / "c" / f"{period}-{seed}", period=period, seed=seed)
+        (folder / "trace-0.json").write_text(json.dumps(to_chrome(spans)))
+    assert headings("c") == ["pr-sgd period 1, seed 0", "pr-sgd period 1, seed 1", "pr-sgd period 8, seed 0"]
+    assert headings("c/8-0") == ["pr-sgd period 8"]
+    assert "pr-sgd period 1, seed 1: here idle" in (tmp_path / "c" / "figures" / "timeline.svg").read_text()
+
+
+def test_a_timeline_of_very_many_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More than can be drawn: fewer are, however many were asked for."""
+    folder = make_run(tmp_path / "a")
+    spans = [Span(0, "step", float(i), i + 0.8, i + 1) for i in range(9000)]
+    spans += [Span(0, "blocked", i + 0.8, i + 1.0, i + 1) for i in range(9000)]
+    (folder / "trace-0.json").write_text(json.dumps(to_chrome(spans)))
+    assert main(["timeline", str(folder), "--rounds", "8000"]) == 0
+    assert "pr-sgd period 1" in capsys.readouterr().out

@@ -187,7 +187,11 @@ def test_a_killed_rank_is_noticed_though_its_child_lives() -> None:
 def leaving(path: str) -> Any:
     import atexit
 
-    atexit.register(lambda: Path(path).write_text("bye"))
+    def bye() -> None:
+        time.sleep(0.2)  # the parent has the result by now
+        Path(path).write_text("bye")
+
+    atexit.register(bye)
     return 1
 
 

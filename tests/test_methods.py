@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,23 +141,15 @@ def test_methods_without_an_all_reduce_in_two_processes(tmp_path: Path) -> None:
 class halfway(prsgd.Averaging):
     """Move half of the way to the mean."""
 
-    def launch(self, comm: prsgd.Communicator, snap: Tensor, header: prsgd.Header) -> prsgd.Work[prsgd.Landing]:
+    def launch(
+        self, memory: Mapping[str, Any], comm: prsgd.Communicator, snap: Tensor, header: prsgd.Header
+    ) -> prsgd.Work[prsgd.Landing]:
         own = snap.clone()
 
         def half(landing: prsgd.Landing) -> prsgd.Landing:
-            target = None if landing.target is None else torch.lerp(own, landing.target, 0.5)
-            return prsgd.Landing(target, landing.header, landing.bytes_sent, mean=landing.target)
+            return landing if landing.target is None else replace(landing, target=torch.lerp(own, landing.target, 0.5))
 
-        return Then(prsgd.mean().launch(comm, snap, header), half)
-
-    def final(self, comm: prsgd.Communicator, snap: Tensor, header: prsgd.Header) -> prsgd.Landing:
-        return prsgd.mean().final(comm, snap, header)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
+        return Then(prsgd.mean().launch(memory, comm, snap, header), half)
 
 
 def test_a_new_method_is_a_file_and_a_row(
@@ -169,11 +161,12 @@ def test_a_new_method_is_a_file_and_a_row(
     assert "every(4) + halfway()" in capsys.readouterr().out
     for method in ("halfway", "pr-sgd", "minibatch-sgd"):
         assert main(["train", "--method", method, *QUICK, "--out", str(tmp_path / method)]) == 0
-    assert main(["report", *(str(tmp_path / m) for m in ("halfway", "pr-sgd", "minibatch-sgd"))]) == 0
-    page = (tmp_path / "halfway" / "report.html").read_text()
+    folders = [str(tmp_path / m) for m in ("halfway", "pr-sgd", "minibatch-sgd")]
+    assert main(["report", *folders, "--out", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page" / "report.html").read_text()
     assert "Workers move half of the way to the mean." in page
     assert "Where each method lands" in page
-    assert (tmp_path / "halfway" / "figures" / "methods.png").stat().st_size > 10_000
+    assert (tmp_path / "page" / "figures" / "methods.png").stat().st_size > 10_000
 
 
 # The report's figure of methods

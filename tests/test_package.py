@@ -33,10 +33,11 @@ def test_using_it_imports_no_plotting() -> None:
 
 # Data flow one way (DESIGN §4): a module may import from its own layer's left only.
 ORDER = [
-    "errors", "_check", "_toml", "units", "links", "recipe", "splits", "data", "datasets", "trace", "records", "clocks",
-    "cluster", "schedules", "worker", "comm", "averaging", "state", "buffers", "optimizer_state", "vectorized", "fleet",
-    "entering", "ledger", "flight", "tower", "local_sgd", "calibration", "launching", "tasks", "methods", "config",
-    "checkpoint", "events", "feed", "experiment", "folders", "jobs", "running", "theory", "report", "cli", "__main__",
+    "errors", "_check", "_json", "_toml", "units", "links", "recipe", "splits", "data", "datasets", "trace",
+    "records", "clocks", "cluster", "schedules", "worker", "comm", "averaging", "state", "other_buffers", "buffers",
+    "optimizer_state", "vectorized", "fleet", "entering", "ledger", "resuming", "flight", "tower", "local_sgd",
+    "several", "calibration", "launching", "tasks", "methods", "config", "checkpoint", "events", "feed", "experiment",
+    "folders", "jobs", "running", "theory", "report", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -248,3 +248,21 @@ def test_units() -> None:
     for bad in ("1Gb", "1", "Gbit", "-1Gbit", "infGbit"):
         with pytest.raises(ValueError, match="b must be"):
             units.bytes_per_second("b", bad)
+
+
+@pytest.mark.parametrize("how", [["--steps", "1000T"], ["--budget", "1e12s"], ["--steps", "1"]], ids=" ".join)
+@pytest.mark.parametrize("constants", [(), ("1e30",) * 4, ("1e-30", "0", "0", "0"), ("1e-30", "1e30", "1e30", "1e30")])
+def test_plans_at_the_limits_are_made_and_fit_a_terminal(
+    how: list[str], constants: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    names = ("--smoothness", "--noise", "--second-moment", "--gap")
+    given = [word for pair in zip(names, constants) for word in pair]
+    for cost in (
+        ["--parameters", "1000T", "--bandwidth", "1Gbit", "--latency", "1s", "--step-time", "1e-12ms"],
+        ["--parameters", "1", "--bandwidth", "1e18B/s", "--step-time", "1e10s"],
+    ):
+        assert main(["plan", "--workers", "1000000", *how, *cost, *given, "--plot", str(tmp_path / "p.svg")]) == 0
+        shown = capsys.readouterr()
+        assert shown.err == ""
+        assert "< chosen" in shown.out
+        assert all(len(line) <= 80 for line in shown.out.splitlines())

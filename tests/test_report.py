@@ -121,7 +121,7 @@ def test_a_last_line_may_be_cut_off(tmp_path: Path) -> None:
         ('{"kind": "evaluation", "epo', "line 2: Unterminated"),
         ('{"kind": "other"}', "line 2: kind must be 'average' or 'evaluation', got 'other'"),
         ("[]", "line 2: kind must be"),
-        ('{"kind": "average", "round": "one"}', "line 2: round must be a number, got 'one'"),
+        ('{"kind": "average", "round": "one"}', "line 2: round must be a whole number >= 0, got 'one'"),
         ('{"kind": "evaluation", "epoch": 1.0, "step": 8}', "line 2: train_loss must be a number, got None"),
     ],
 )
@@ -373,6 +373,40 @@ def test_verdict_counts_finished_runs_only(tmp_path: Path) -> None:
     )
     (tmp_path / "a" / "summary.json").unlink()
     assert verdict(grouped(tmp_path)) == "No run is finished yet, so there is nothing to conclude."
+
+
+@pytest.mark.parametrize("name", ["pr-sgd period 4", "period 4"])
+def test_a_baseline_by_name(tmp_path: Path, name: str) -> None:
+    ends(tmp_path, {1: [97.0, 97.0], 4: [97.0, 97.0], 8: [97.0, 97.0]})
+    found = group(read([tmp_path]), baseline=name)
+    assert [row.share for row in rows(found)] == [4.0, 1.0, 0.5]
+    assert verdict(found) == (
+        "Period 8 reached the accuracy of period 4 (97.0 % against 97.0 %) "
+        "with 2.0x fewer rounds and 50 % of the bytes."
+    )
+    found = group(read([tmp_path / "1-0", tmp_path / "1-1", tmp_path / "4-0", tmp_path / "4-1"]), baseline=name)
+    assert verdict(found) == (
+        "Period 1 reached the accuracy of period 4 (97.0 % against 97.0 %) with 4.0x more rounds and 4x the bytes."
+    )
+
+
+def test_a_baseline_that_there_is_not(tmp_path: Path) -> None:
+    ends(tmp_path, {1: [97.0], 8: [97.0]})
+    message = "baseline must be one of 'pr-sgd period 1', 'pr-sgd period 8', got 'period 16'"
+    with pytest.raises(ValueError, match=message):
+        group(read([tmp_path]), baseline="period 16")
+    make_run(tmp_path / "b", period=4, finished=False)
+    with pytest.raises(ValueError, match="baseline must be finished, pr-sgd period 4 is unfinished, epoch 2 of 2"):
+        group(read([tmp_path]), baseline="pr-sgd period 4")
+
+
+def test_seeds_that_differ_are_in_table_and_verdict(tmp_path: Path) -> None:
+    found = ends(tmp_path, {1: [97.0, 97.2, 96.8], 4: [97.0, 97.2, 97.1], 8: [97.0]})
+    lines = text_table(found).splitlines()
+    assert "train loss  seeds  rounds" in lines[0]
+    assert [line[lines[0].index("seeds") :].split()[0] for line in lines[2:]] == ["3", "3", "1"]
+    assert verdict(found).endswith("(period 8 has one seed: differences under about a point mean little).")
+    assert "seeds" not in text_table(found[:2])
 
 
 def test_verdict_same_cost(tmp_path: Path) -> None:

@@ -74,6 +74,54 @@ def test_what_was_run(tmp_path: Path) -> None:
     assert "2 seeds (0, 1)" in text
 
 
+@pytest.mark.parametrize(
+    ("seeds", "sentence"),
+    [
+        ({1: [0, 1], 8: [0, 1]}, "Each was run with 2 seeds (0, 1): a line is their mean, the band"),
+        ({1: [0], 8: [0]}, "There is one seed (0), so the curves have no band."),
+        ({1: [0, 1, 2], 4: [0, 1, 2], 8: [0]}, "The seeds differ: period 1 and period 4 have 3 (0, 1, 2); period 8 "
+            "has one (0). A line is the mean of its seeds, the band around it reaches from the lowest to the highest."),
+        ({1: [3], 8: [4]}, "The seeds differ: period 1 has one (3); period 8 has one (4). So the curves have no band."),
+        ({1: [0, 1], 8: [2, 3]}, "The seeds differ: period 1 has 2 (0, 1); period 8 has 2 (2, 3). A line is the mean"),
+        ({1: list(range(12)), 8: [0]}, "period 1 has 12 (0 to 11); period 8 has one (0)."),
+    ],
+)  # fmt: skip
+def test_seeds_are_said_for_each_run(tmp_path: Path, seeds: dict[int, list[int]], sentence: str) -> None:
+    for period, given in seeds.items():
+        for seed in given:
+            make_run(tmp_path / f"{period}-{seed}", period=period, seed=seed)
+    assert sentence in about.what_was_run(grouped(tmp_path))[-1]
+
+
+def test_commands_of_runs_with_different_seeds(tmp_path: Path) -> None:
+    for period, seed in ((1, 0), (1, 1), (1, 2), (8, 0)):
+        make_run(tmp_path / f"{period}-{seed}", period=period, seed=seed)
+    assert [" ".join(line) for line in about.commands(grouped(tmp_path))] == [
+        f"prsgd compare {START} --workers 4 --period 1 {REST} --seeds 3",
+        f"prsgd compare {START} --workers 4 --period 8 {REST} --seeds 1",
+    ]
+
+
+def test_the_page_has_a_column_of_seeds_where_they_differ(tmp_path: Path) -> None:
+    head = '<th scope="col">seeds</th>'
+    for period, seed in ((1, 0), (1, 1), (8, 0), (8, 1)):
+        make_run(tmp_path / f"{period}-{seed}", period=period, seed=seed)
+    assert head not in report.write([tmp_path]).read_text()
+    make_run(tmp_path / "more", period=4, seed=0)
+    text = report.write([tmp_path]).read_text()
+    assert head in text
+    assert '<th scope="row">period 4</th><td>1</td>' in text
+    assert '<th scope="row">period 8</th><td>2</td>' in text
+
+
+def test_the_page_names_its_baseline(tmp_path: Path) -> None:
+    runs = make_comparison(tmp_path / "runs")
+    assert "share is of those of period 1." in report.write([runs]).read_text()
+    text = report.write([runs], baseline="pr-sgd period 8").read_text()
+    assert "share is of those of period 8." in text
+    assert "Period 4 reached the accuracy of period 8" in text
+
+
 def test_figures_are_drawn_and_the_same_twice(tmp_path: Path) -> None:
     found = grouped(make_comparison(tmp_path / "runs"))
     paths = draw(found, tmp_path / "one")
@@ -93,7 +141,9 @@ def test_page_goes_where_it_is_sent(tmp_path: Path) -> None:
     assert report.write([runs], tmp_path / "out") == tmp_path / "out" / "report.html"
     assert (tmp_path / "out" / "table.csv").exists()
     both = [runs / "period-4-seed-0", runs / "period-1-seed-0"]
-    assert report.write(both) == runs / "period-4-seed-0" / "report.html"
+    with pytest.raises(ValueError, match="out must be given for several folders"):
+        report.write(both)
+    assert report.write([runs, runs / "."]) == runs / "report.html"  # one folder, said twice
     with pytest.raises(ValueError, match="at least one run or comparison, got none"):
         report.write([])
 

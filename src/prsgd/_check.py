@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import math
 import operator
+import sys
 from collections.abc import Iterable
 
+MOST_SHOWN = 80
+"""Characters of a value that a message repeats: an error is one line that can be read."""
 
-def whole_number(name: str, value: object, *, at_least: int) -> int:
+
+def whole_number(name: str, value: object, *, at_least: int, at_most: int | None = None) -> int:
     """``value`` as an int, or a ValueError.
 
     >>> whole_number("period", 4, at_least=1)
@@ -16,8 +19,11 @@ def whole_number(name: str, value: object, *, at_least: int) -> int:
     >>> whole_number("period", 0, at_least=1)
     Traceback (most recent call last):
     ValueError: period must be a whole number >= 1, got 0
+    >>> whole_number("looks", 5000, at_least=2, at_most=1000)
+    Traceback (most recent call last):
+    ValueError: looks must be at most 1,000, got 5000
     """
-    message = f"{name} must be a whole number >= {at_least}, got {value!r}"
+    message = f"{name} must be a whole number >= {at_least}, got {shown(value)}"
     if isinstance(value, bool):
         raise ValueError(message)
     try:
@@ -26,6 +32,8 @@ def whole_number(name: str, value: object, *, at_least: int) -> int:
         raise ValueError(message) from None
     if number < at_least:
         raise ValueError(message)
+    if at_most is not None and number > at_most:
+        raise ValueError(f"{name} must be at most {at_most:,}, got {shown(value)}")
     return number
 
 
@@ -36,8 +44,20 @@ def positive(name: str, value: object) -> float:
     Traceback (most recent call last):
     ValueError: lr_scale must be a finite number > 0, got -1
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{name} must be a finite number > 0, got {shown(value)}")
+    return float(value)
+
+
+def within(name: str, value: object, low: float, high: float) -> float:
+    """``value`` as a float from ``low`` to ``high``, or a ValueError.
+
+    >>> within("smoothness", 1e308, 1e-30, 1e30)
+    Traceback (most recent call last):
+    ValueError: smoothness must be a number from 1e-30 to 1e+30, got 1e+308
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}")
     return float(value)
 
 
@@ -49,7 +69,7 @@ def from_zero_to(name: str, value: object, top: float) -> None:
     ValueError: momentum must be in [0, 1), got 1.0
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < top:
-        raise ValueError(f"{name} must be in [0, {top:g}), got {value!r}")
+        raise ValueError(f"{name} must be in [0, {top:g}), got {shown(value)}")
 
 
 def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
@@ -64,7 +84,7 @@ def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
     allowed = tuple(allowed)
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{nearest(value, allowed)}"
+            f"{name} must be one of {', '.join(map(repr, allowed))}, got {shown(value)}{nearest(value, allowed)}"
         )
     return value
 
@@ -77,3 +97,15 @@ def nearest(value: object, allowed: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(value, list(allowed), n=1) if isinstance(value, str) else []
     return f": did you mean {close[0]!r}?" if close else ""
+
+
+def shown(value: object) -> str:
+    """A value as a message repeats it.
+
+    >>> shown("x"), shown(10**100)
+    ("'x'", '10000000000000000000000000000000000000... and so on (101 characters)')
+    """
+    text = repr(value)
+    if len(text) <= MOST_SHOWN:
+        return text
+    return f"{text[: MOST_SHOWN // 2 - 2]}... and so on ({len(text)} characters)"

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prsgd import _json
 from prsgd.errors import CheckpointError
 
 FORMAT = 1
@@ -111,7 +112,7 @@ class Checkpoints:
     def _check(self, place: Path) -> None:
         where = f"checkpoint {place}"
         try:
-            manifest = json.loads((place / self._manifest).read_bytes())
+            manifest = _json.parse((place / self._manifest).read_bytes())
             version, sums = manifest["format"], manifest["sha256"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedCheckpointError(f"{where} has no readable manifest ({error})") from None

@@ -10,12 +10,16 @@ from typing import Any
 
 from prsgd import cluster as clusters
 from prsgd import methods, splits, tasks
-from prsgd._check import from_zero_to, nearest, one_of, positive, whole_number
+from prsgd._check import from_zero_to, nearest, one_of, positive, shown, whole_number
 from prsgd.averaging.base import Setting
 from prsgd.recipe import LR_DROPS
 
 LARGEST = 1e30
 """Of what is multiplied with float32 numbers."""
+MOST = 10**12
+"""Of what is counted, steps above all: more would not end within anybody's life."""
+MOST_WORKERS = 10_000
+"""In one simulation; some averagings keep a number for each pair of them."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,9 @@ class Config:
         if self.steps is not None and self.epochs is not None:
             raise ValueError("epochs and steps are two ways to say how long: give one of them")
         if self.period is not None and method.period is None:
-            raise ValueError(f"method {self.method} has no period, got {self.period}")
+            raise ValueError(f"method {self.method} has no period, got {shown(self.period)}")
         if self.seconds is not None and not method.by_clock:
-            raise ValueError(f"method {self.method} has no rounds by the clock, got seconds {self.seconds}")
+            raise ValueError(f"method {self.method} has no rounds by the clock, got seconds {shown(self.seconds)}")
         found = dataclasses.replace(
             self,
             cluster=None if self.cluster is None else clusters.placed(self.cluster),
@@ -76,6 +80,8 @@ class Config:
             momentum=_or(self.momentum, usual["momentum"]),
         )
         found._check()
+        floats: dict[str, Any] = {name: float(getattr(found, name)) for name in ("lr", "momentum", "weight_decay")}
+        found = dataclasses.replace(found, **floats)  # a whole number in a file stands for one
         return dataclasses.replace(found, seconds=found._seconds()) if method.by_clock else found
 
     def modelled(self) -> clusters.Cluster | None:
@@ -105,13 +111,13 @@ class Config:
         return seconds
 
     def _check(self) -> None:
-        for name in ("workers", "period", "epochs", "steps", "batch_size", "processes"):
+        whole_number("workers", self.workers, at_least=1, at_most=MOST_WORKERS)
+        for name in ("period", "epochs", "steps", "batch_size", "processes"):
             if getattr(self, name) is not None:
-                whole_number(name, getattr(self, name), at_least=1)
-        for name in ("overlap", "seed"):
-            whole_number(name, getattr(self, name), at_least=0)
-        if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2^63, got {self.seed}")
+                whole_number(name, getattr(self, name), at_least=1, at_most=MOST)
+        whole_number("overlap", self.overlap, at_least=0, at_most=MOST)
+        if whole_number("seed", self.seed, at_least=0) >= 2**63:
+            raise ValueError(f"seed must be below 2^63, got {shown(self.seed)}")
         if positive("lr", self.lr) > LARGEST:
             raise ValueError(f"lr must be at most {LARGEST:g}, got {self.lr!r}")
         from_zero_to("momentum", self.momentum, 1.0)
@@ -181,7 +187,7 @@ class Config:
                 raise ValueError(f"unknown key {key!r}{nearest(name, kinds)}")
             wanted = str(kinds[name])
             if "str" in wanted and not isinstance(value, str | None):
-                raise ValueError(f"{key} must be a text, got {value!r}")
+                raise ValueError(f"{key} must be a text, got {shown(value)}")
             if value is None and "None" not in wanted:
                 raise ValueError(f"{key} must have a value")
         return cls(**{key.replace("-", "_"): value for key, value in values.items()})

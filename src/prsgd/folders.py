@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from prsgd import _json
 from prsgd.checkpoint import write
 from prsgd.config import Config
 from prsgd.errors import CheckpointError
@@ -108,7 +109,7 @@ def same(saved: Config, given: dict[str, Any], folder: Path) -> None:
 
 def _read(path: Path, kind: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = _json.parse(path.read_bytes())
     except FileNotFoundError:
         hint = ""
         for name, other in _KINDS.items():

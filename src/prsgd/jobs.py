@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+from prsgd.launching import leave_interrupts_to_the_parent, uninterrupted
+
 Job = Callable[[Any, Callable[[Any], None], Callable[[], bool]], Any]
 """(what to do, tell, should I stop) -> result. At the top level of a module."""
 
@@ -35,12 +37,14 @@ def run_all(
     tasks: Sequence[Any],
     *,
     at_once: int,
+    on_start: Callable[[int], None],
     on_message: Callable[[int, Any], None],
     on_result: Callable[[int, Any], None],
     should_stop: Callable[[], bool],
 ) -> None:
     """``fn`` of each task, ``at_once`` at a time.
 
+    ``on_start(number)`` is told that a job was given to a process, which may have to start first;
     ``on_message(number, message)`` gets what a job tells, ``on_result(number, result)`` what it returned or a Failure.
     Once ``should_stop()`` says yes, the running jobs are told so and no other is started.
     """
@@ -53,6 +57,7 @@ def run_all(
     def give(pipe: Connection) -> None:
         if todo and not stop.is_set():
             doing[pipe] = todo.pop(0)
+            on_start(doing[pipe])
             pipe.send(tasks[doing[pipe]])
         else:
             pipe.close()
@@ -60,7 +65,8 @@ def run_all(
     def hire() -> None:
         mine, theirs = context.Pipe()
         process = context.Process(target=_main, args=(fn, theirs, stop))
-        process.start()
+        with uninterrupted():
+            process.start()
         theirs.close()
         processes[mine] = process
         give(mine)
@@ -105,7 +111,7 @@ def _death(process: SpawnProcess) -> Failure:
 
 def _main(fn: Job, pipe: Connection, stop: Any) -> None:
     """A process's life: jobs, one after another."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which tells us
+    leave_interrupts_to_the_parent()
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 

@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Generic, TypeVar
@@ -97,10 +99,32 @@ def _start(rank: int, processes: int, port: int, job: tuple[bytes, bytes, int]) 
     outcome, send = context.Pipe(duplex=False)
     hold, lifeline = context.Pipe(duplex=False)
     process = context.Process(target=_main, args=(rank, processes, port, job, send, hold), name=f"prsgd rank {rank}")
-    process.start()
+    with uninterrupted():
+        process.start()
     send.close()
     hold.close()
     return _Rank(process, outcome, lifeline)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Processes that are started meanwhile do not get Ctrl-C from their first moment on.
+
+    A terminal sends it to all of them, and while they import torch they could not answer but by a traceback. Blocking
+    loses nothing here: this process gets a signal that came in between afterwards.
+    """
+    resource_tracker.ensure_running()  # the first start would start it too, and lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_interrupts_to_the_parent() -> None:
+    """In such a process: Ctrl-C goes to the parent, which tells its processes or ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _collect(ranks: Sequence[_Rank[R]]) -> list[R]:
@@ -185,8 +209,9 @@ def _main(
     rank: int, processes: int, port: int, job: tuple[bytes, bytes, int], send: Connection, hold: Connection
 ) -> None:
     """A rank's whole life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends its ranks
-    threading.Thread(target=_watch, args=(hold,), daemon=True).start()
+    leave_interrupts_to_the_parent()
+    returned = threading.Event()
+    threading.Thread(target=_watch, args=(hold, returned), daemon=True).start()
     fn_bytes, args_bytes, threads = job
     os.environ.update(
         RANK=str(rank),
@@ -214,6 +239,7 @@ def _main(
         outcome = pickle.dumps((False, (time.time(), isinstance(error, PeerError), text)))
     sys.stdout.flush()
     sys.stderr.flush()
+    returned.set()
     send.send_bytes(outcome)
     send.close()
     atexit._run_exitfuncs()  # the user's, and those that end daemonic children
@@ -227,9 +253,11 @@ def _packed_result(result: Any) -> bytes:
         raise ValueError(f"fn must return what pickle takes, got {result!r} ({error})") from None
 
 
-def _watch(hold: Connection) -> None:
+def _watch(hold: Connection, returned: threading.Event) -> None:
     """End this rank when its parent is gone."""
     try:
         hold.recv_bytes()
     except (EOFError, OSError):
+        if returned.is_set():  # the parent has all results, and the functions that run at exit may take their time
+            time.sleep(GRACE_SECONDS)
         os._exit(1)

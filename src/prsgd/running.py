@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import tempfile
@@ -14,13 +13,16 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
-from prsgd import experiment, feed, jobs, methods, splits, tasks
+from prsgd import _json, experiment, feed, jobs, methods, splits, tasks
+from prsgd._check import shown, whole_number
 from prsgd.checkpoint import Checkpoints, newest_common, write
-from prsgd.config import Config
+from prsgd.config import MOST, Config
 from prsgd.errors import CheckpointError, LaunchError
 from prsgd.experiment import Observer, Progress, Stopped, Summary
 from prsgd.launching import launch
 
+MOST_PROCESSES = 1024
+"""That we start on this machine: each imports torch."""
 STOP = "stop"
 """A file with this name in a run's folder asks its processes to stop when the epoch ends."""
 
@@ -30,8 +32,15 @@ def under_torchrun() -> bool:
 
 
 def check(config: Config) -> None:
-    """See that the data are there and can be dealt out so; a ValueError or DataError otherwise."""
-    feed.deal(config, tasks.load(config.task))
+    """See that the data are there and can be dealt out so, and that there is an end; a ValueError or DataError else."""
+    if not under_torchrun():  # which starts as many as it was told, on many machines
+        whole_number("processes", config.processes, at_least=1, at_most=MOST_PROCESSES)
+    shards = feed.deal(config, tasks.load(config.task))
+    if feed.num_steps(config, shards) > MOST:
+        length = shards.steps_per_epoch
+        raise ValueError(
+            f"epochs must be at most {MOST // length:,} for {length:,} steps each, got {shown(config.epochs)}"
+        )
 
 
 def warn_about(configs: Iterable[Config]) -> None:
@@ -127,6 +136,7 @@ def compare(
     folder: Path,
     *,
     at_once: int,
+    started: Callable[[int], None],
     observe: Callable[[int, Progress], None],
     finished: Callable[[int, Any], None],
     should_stop: Callable[[], bool],
@@ -142,6 +152,9 @@ def compare(
         if result is not None:
             finished(i, result)
 
+    def on_start(number: int) -> None:
+        started(todo[number])
+
     def on_message(number: int, message: Progress) -> None:
         observe(todo[number], message)
 
@@ -150,7 +163,10 @@ def compare(
         finished(todo[number], result)
 
     work = [(configs[i], folder / configs[i].folder_name, tensorboard) for i in todo]
-    jobs.run_all(_job, work, at_once=at_once, on_message=on_message, on_result=on_result, should_stop=should_stop)
+    jobs.run_all(
+        _job, work, at_once=at_once, on_start=on_start, on_message=on_message, on_result=on_result,
+        should_stop=should_stop,
+    )  # fmt: skip
     return results
 
 
@@ -171,7 +187,7 @@ def finished_run(folder: Path) -> Summary | None:
     """How the run in ``folder`` ended, if it did."""
     place = folder / "summary.json"
     try:
-        return Summary(**json.loads(place.read_bytes()))
+        return Summary(**_json.parse(place.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError) as error:

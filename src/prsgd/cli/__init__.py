@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 import prsgd
@@ -27,6 +31,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 1 if it failed on the way, 2 if it was asked for what cannot be."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name need not be text, as on stderr
     parser = Parser(prog="prsgd", description=prsgd.__doc__, epilog="prsgd COMMAND --help tells more.")
     parser.add_argument("--version", action="version", version=f"prsgd {prsgd.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
@@ -37,12 +43,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser.parse_args(arguments)
         code: int = import_module(f"prsgd.cli.{args.command}").run(args)
+        sys.stdout.flush()
     except BrokenPipeError:
+        _drop_output()
         return 0  # whoever read our output has seen enough
+    except OSError as error:  # what commands read and write they answer for themselves
+        _drop_output()
+        print(f"prsgd: error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it may come twice, see running.ONE_PRESS_SECONDS
         print("\nprsgd: stopped at once", file=sys.stderr)
         return 130
     return code
+
+
+def _drop_output() -> None:
+    """What is left of it must not fail once more when the program ends."""
+    with suppress(OSError, ValueError):  # no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _sentence(text: str) -> str:

@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prsgd.cli.parser import Parser, fail, refusing
+from prsgd.cli.parser import Parser, fail, path, refusing
 
 if TYPE_CHECKING:
     from prsgd.cluster import Cluster
+
+MOST_STEPS = 10**9
 
 
 def add(parser: Parser) -> None:
@@ -19,7 +21,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--model", help="one of the task's models (its first)")
     parser.add_argument("--batch-size", type=int, metavar="B", help="of each worker")
     parser.add_argument("--steps", type=int, default=200, metavar="T", help="to take (200)")
-    parser.add_argument("--out", type=Path, default=Path("cluster.toml"), metavar="FILE", help="(cluster.toml)")
+    parser.add_argument("--out", type=path, default=Path("cluster.toml"), metavar="FILE", help="(cluster.toml)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,12 +33,12 @@ def run(args: argparse.Namespace) -> int:
         from prsgd.errors import LaunchError
         from prsgd.launching import launch
 
-        whole_number("steps", args.steps, at_least=24)
-        processes = whole_number("processes", args.processes, at_least=1)
+        whole_number("steps", args.steps, at_least=24, at_most=MOST_STEPS)
+        processes = whole_number("processes", args.processes, at_least=1, at_most=running.MOST_PROCESSES)
         given = {"task": args.task, "model": args.model, "batch_size": args.batch_size}
         config = Config(workers=1, period=1, **given).resolve()
         running.check(config)
-        if not args.out.parent.is_dir():
+        if args.out.is_dir() or not args.out.parent.is_dir():
             raise ValueError(f"out must be a file in a folder that is there, got {args.out}")
     if running.under_torchrun():
         found: Cluster = measure(config, args.steps)

@@ -12,7 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prsgd.cli.options import RUN, add_place_options, add_run_options, merged
+from prsgd._check import shown
+from prsgd.cli.options import RUN, add_place_options, add_run_options, merged, new_folder
 from prsgd.cli.parser import Parser, fail, refusing
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 PERIODS = [1, 4, 8, 16, 32]
 SEEDS = [3]
+MOST_SEEDS = 1000
 CLUSTER = "lan-1g"
 """For all methods, some of which need to know how long a step takes."""
 
@@ -54,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
                 display.finished(number, result)
 
         results = running.compare(
-            configs, folder, at_once=at_once, observe=display.show, finished=finished, should_stop=asked,
-            tensorboard=args.tensorboard,
+            configs, folder, at_once=at_once, started=display.starting, observe=display.show, finished=finished,
+            should_stop=asked, tensorboard=args.tensorboard,
         )  # fmt: skip
     if any(result is None for result in results):
         print(f"stopped; continue with: prsgd compare --resume {folder}", file=sys.stderr)
@@ -63,13 +65,16 @@ def run(args: argparse.Namespace) -> int:
     bad = [name for name, result in zip(names, results) if isinstance(result, Failure)]
     if len(bad) == len(results):
         fail("compare", f"no run came to its end; see above, and {folder}", code=1)
-    _report(folder, args.json, bad)
+    with failing("compare", folder):
+        told = _report(folder, args.json, bad)
+    print(told)
     if bad:
         fail("compare", f"{number_of(len(bad), 'run')} failed: {'; '.join(bad)}", code=1)
     return 0
 
 
-def _report(folder: Path, as_json: bool, bad: list[str]) -> None:
+def _report(folder: Path, as_json: bool, bad: list[str]) -> str:
+    """Write it; returns what is printed of it."""
     print("writing the report ...", file=sys.stderr)
     from prsgd.report import page, read, series, verdict
     from prsgd.report.table import text_table
@@ -89,16 +94,14 @@ def _report(folder: Path, as_json: bool, bad: list[str]) -> None:
         table = [dataclasses.asdict(row) for row in series.rows(groups)]
         found = {"folder": str(folder), "report": str(place), "verdict": sentence, "table": table, "runs": runs}
         found["failed"] = bad
-        print(json.dumps(found))
-        return
-    print(f"\n{text_table(groups)}\n\n{textwrap.fill(sentence, 80)}\n\nreport: {place}")
+        return json.dumps(found)
+    return f"\n{text_table(groups)}\n\n{textwrap.fill(sentence, 80)}\n\nreport: {place}"
 
 
 def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
     """The runs, their folder and how many at a time. All that can be wrong is found here."""
     from prsgd import events, folders, running
     from prsgd._check import whole_number
-    from prsgd.cli.running import new_folder
 
     given = merged(args, (*RUN, "seeds", "jobs"))
     if given.get("method") in ("all", ["all"]) and given.get("cluster") is None and given.get("processes", 1) == 1:
@@ -144,23 +147,26 @@ def variants(given: dict[str, Any]) -> list[Config]:
     if names == ["all"]:
         names = list(methods.METHODS)
     elif "all" in names:
-        raise ValueError(f"method all stands alone, got {' '.join(names)}")
+        raise ValueError(f"method all stands alone, got {', '.join(map(shown, names))}")
     periods = values.pop("period", None)
     overlaps = values.pop("overlap", [None])
     seeds = values.pop("seeds", SEEDS)
     if len(seeds) == 1:
-        if not isinstance(seeds[0], int) or seeds[0] < 1:
-            raise ValueError(f"seeds must be how many, at least 1, or a list of seeds, got {seeds[0]!r}")
-        seeds = list(range(seeds[0]))
+        how_many = seeds[0]
+        if type(how_many) is not int or not 1 <= how_many <= MOST_SEEDS:  # True is an int too, and no number
+            raise ValueError(
+                f"seeds must be how many, from 1 to {MOST_SEEDS:,}, or a list of seeds, got {shown(how_many)}"
+            )
+        seeds = list(range(how_many))
     for key, several in values.items():
         if len(several) != 1:
-            raise ValueError(f"{key} takes one value, got {several!r}")
+            raise ValueError(f"{key} takes one value, got {shown(several)}")
     rest = {key: several[0] for key, several in values.items()}
     for key, choices in (("method", names), ("overlap", overlaps), ("seeds", seeds), ("period", periods)):
         if choices is not None and not choices:
             raise ValueError(f"{key} must have at least one value, got none")
     if periods is not None and not any(methods.find(name).period for name in names):
-        raise ValueError(f"method {' and '.join(names)} has no period, got {periods[0]}")
+        raise ValueError(f"method {' and '.join(names)} has no period, got {shown(periods[0])}")
     found: dict[Config, None] = {}
     for name, overlap, seed in product(names, overlaps, seeds):
         usual = PERIODS if len(names) == 1 else [None]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-from prsgd.cli.parser import Parser, refusing
+from prsgd.cli.parser import Parser, path, refusing
 
 
 def add(parser: Parser) -> None:
@@ -14,9 +13,9 @@ def add(parser: Parser) -> None:
     actions.add_parser("list", help="the data sets, and which are here")
     get = actions.add_parser("get", help="fetch one, check it and keep it")
     get.add_argument("name")
-    get.add_argument("--from", dest="given", type=Path, metavar="PATH", help="a file or folder that you have already")
-    path = actions.add_parser("path", help="where one is kept")
-    path.add_argument("name")
+    get.add_argument("--from", dest="given", type=path, metavar="PATH", help="a file or folder that you have already")
+    where = actions.add_parser("path", help="where one is kept")
+    where.add_argument("name")
 
 
 def run(args: argparse.Namespace) -> int:

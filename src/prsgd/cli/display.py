@@ -44,6 +44,13 @@ class Display:
         if self._live is not None:
             self._live.stop()
 
+    def starting(self, number: int) -> None:
+        """A run was begun: until it tells where it is, its processes start and its data are read."""
+        self._cells[number] = ("starting", "", "", "", "")
+        if self._live is None:
+            self._said[number] = time.monotonic()
+            self.say(f"{self._names[number]}: starting")
+
     def show(self, number: int, progress: Progress) -> None:
         """Where a run is."""
         seen = progress.evaluation
@@ -93,10 +100,12 @@ class Display:
 def duration(seconds: float) -> str:
     """Seconds as people say them.
 
-    >>> duration(4.2), duration(75), duration(8000), duration(1e6), duration(0.25)
-    ('4 s', '1 min 15 s', '2 h 13 min', '11 d 13 h', '0.25 s')
+    >>> duration(4.2), duration(75), duration(8000), duration(1e6), duration(0.25), duration(1e12)
+    ('4 s', '1 min 15 s', '2 h 13 min', '11 d 13 h', '0.25 s', '3.17e+04 y')
     """
     whole = round(seconds)
+    if whole >= 10_000 * 86400:
+        return f"{seconds / (365.25 * 86400):,.3g} y"
     if 0 < seconds < 1:
         return f"{seconds:.2g} s"
     if whole >= 100 * 3600:
@@ -113,4 +122,13 @@ def number_of(count: int | None, noun: str) -> str:
     >>> number_of(1, "run"), number_of(15, "run")
     ('1 run', '15 runs')
     """
-    return f"{count or 0:,} {noun}{'' if count == 1 else 's'}"
+    return f"{many(count or 0)} {noun}{'' if count == 1 else 's'}"
+
+
+def many(count: int) -> str:
+    """A whole number that stays within a column.
+
+    >>> many(28_800), many(10**15)
+    ('28,800', '1e+15')
+    """
+    return f"{count:,}" if count < 10**9 else f"{count:.4g}"

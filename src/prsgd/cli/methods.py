@@ -11,6 +11,8 @@ from prsgd.cli.parser import Parser, refusing
 from prsgd.methods import METHODS, Method, Settings, find
 
 WIDTH = 80
+MOST_WORKERS = 1000
+"""A spectral gap takes the eigenvalues of a matrix of all pairs."""
 
 
 def add(parser: Parser) -> None:
@@ -40,7 +42,7 @@ def _row(method: Method, workers: int) -> dict[str, Any]:
     from prsgd._check import whole_number
     from prsgd.averaging.gossip import gossip
 
-    whole_number("workers", workers, at_least=1)
+    whole_number("workers", workers, at_least=1, at_most=MOST_WORKERS)
     parts = method.build(Settings(period=method.period or 1))
     notes = []
     if isinstance(parts.averaging, gossip):

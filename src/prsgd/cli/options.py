@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import time
 from pathlib import Path
 from typing import Any
 
 from prsgd import _toml
-from prsgd.cli.parser import Parser
+from prsgd._check import shown
+from prsgd.cli.parser import Parser, path
 from prsgd.methods import METHODS
+from prsgd.tasks import MODULES
 
 RUN = (
     "task", "model", "method", "workers", "period", "overlap", "epochs", "steps", "batch_size", "lr", "momentum",
@@ -21,7 +25,7 @@ def add_run_options(parser: Parser, *, several: bool) -> None:
     """``several``: method, period and overlap take more than one value."""
     many: dict[str, Any] = {"nargs": "+"} if several else {}
     what = parser.add_argument_group("what is trained")
-    what.add_argument("--task", help="digits, fashion-mnist, cifar10 or synthetic (digits)")
+    what.add_argument("--task", help=f"{', '.join(MODULES)} (digits)")
     what.add_argument("--model", help="one of the task's models (its first)")
     what.add_argument("--split", help="who has which data: pool, iid or dirichlet:ALPHA (iid)")
     how = parser.add_argument_group("how")
@@ -69,13 +73,20 @@ def add_run_options(parser: Parser, *, several: bool) -> None:
 def add_place_options(parser: Parser) -> argparse._ArgumentGroup:
     where = parser.add_argument_group("where")
     where.add_argument("--processes", type=int, metavar="P", help="spread a run's workers over P processes here (1)")
-    where.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (a new one in runs/)")
-    where.add_argument("--resume", type=Path, metavar="DIR", help="continue what is in this folder")
+    where.add_argument("--out", type=path, metavar="DIR", help="the run's folder (a new one in runs/)")
+    where.add_argument("--resume", type=path, metavar="DIR", help="continue what is in this folder")
     where.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
-    where.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with these options as keys")
+    where.add_argument("--config", type=path, metavar="FILE", help="a TOML file with these options as keys")
     where.add_argument("--json", action="store_true", help="print a summary for programs, and nothing else, to stdout")
     where.add_argument("--tensorboard", action="store_true", help="write event files too")
     return where
+
+
+def new_folder(name: str) -> Path:
+    """One in runs/ that is not there yet, called by the time."""
+    place = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    others = (place.with_name(f"{place.name}-{number}") for number in itertools.count(2))
+    return place if not place.exists() else next(other for other in others if not other.exists())
 
 
 PLACES = ("out", "resume")
@@ -88,13 +99,16 @@ def merged(args: argparse.Namespace, keys: tuple[str, ...]) -> dict[str, Any]:
     for key in PLACES:
         value = given.pop(key, None)
         if value is not None and not isinstance(value, str):
-            raise ValueError(f"{key} must be a text, got {value!r}")
+            raise ValueError(f"{key} must be a text, got {shown(value)}")
         if getattr(args, key) is None and value is not None:
-            setattr(args, key, Path(value))
+            try:
+                setattr(args, key, path(value))
+            except ValueError as error:
+                raise ValueError(f"{key} {error}") from None
     for key in SWITCHES:
         value = given.pop(key, False)
         if not isinstance(value, bool):
-            raise ValueError(f"{key} must be true or false, got {value!r}")
+            raise ValueError(f"{key} must be true or false, got {shown(value)}")
         setattr(args, key, getattr(args, key) or value)
     typed = {key: getattr(args, key, None) for key in keys}
     return {**given, **{key: value for key, value in typed.items() if value is not None}}

@@ -8,9 +8,10 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
-from prsgd._check import nearest
+from prsgd._check import MOST_SHOWN, nearest
 from prsgd.errors import PrsgdError
 
 
@@ -20,6 +21,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str | None = None, epilog: str | None = None, **options: Any) -> None:
         options |= {"allow_abbrev": False, "formatter_class": _Help}
         super().__init__(prog, description=description, epilog=epilog, **options)
+        # What is a value and no option: argparse would say of "--latency -5ms" that it expects an argument.
+        self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
@@ -33,6 +36,10 @@ class Parser(argparse.ArgumentParser):
         if choice:
             names = [name for action in self._choices() for name in action]
             message = f"unknown command {choice[1]!r}{nearest(choice[1], names) or ': ' + ', '.join(names)}"
+        wrong = re.fullmatch(r"(argument .*?): invalid (\w+) value: (.*)", message, re.DOTALL)
+        if wrong and wrong[2] in _KINDS:
+            value = wrong[3] if len(wrong[3]) <= MOST_SHOWN else f"{wrong[3][:MOST_SHOWN]}..."
+            message = f"{wrong[1]}: must be {_KINDS[wrong[2]]}, got {value}"
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def _choices(self) -> Iterator[dict[str, Parser]]:
@@ -44,6 +51,21 @@ class Parser(argparse.ArgumentParser):
         yield self
         for choices in self._choices():
             yield from choices.values()
+
+
+_KINDS = {"int": "a whole number", "float": "a number", "path": "a path"}
+"""What argparse calls by the names of the functions that read it."""
+
+
+def path(text: str) -> Path:
+    """A path as an option's value: an empty one would be the folder we are in, which nobody means.
+
+    >>> path("runs/a")
+    PosixPath('runs/a')
+    """
+    if not text or "\0" in text:
+        raise ValueError(f"must be a path, got {text!r}")
+    return Path(text)
 
 
 class _Help(argparse.HelpFormatter):

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prsgd.cli.parser import Parser, refusing
+from prsgd.cli.parser import Parser, path, refusing
 
 if TYPE_CHECKING:
     from prsgd.theory.bounds import Problem
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 PARAMETERS = "25M"
 STEP_TIME = "100ms"
 BANDWIDTH = "1Gbit"
+PLOTS = (".png", ".svg", ".pdf")
 ADVICE = (
     "From our own runs, not from the theorems: longer periods often work, but not for nothing. Digits train as well "
     "with 4 to 16 as with 1; ResNet-20 on CIFAR-10 lost 4 points with 4 and 13 with 32 in a run of 10 epochs. The "
@@ -43,42 +44,45 @@ def add(parser: Parser) -> None:
     cost.add_argument("--shape", help="of an average: ring, tree or parameter-server (ring)")
     cost.add_argument("--cluster", metavar="NAME", help="step time and link of a preset, or of calibrate's file")
     what = parser.add_argument_group("the problem's constants, if they are known; all four or none")
-    what.add_argument("--probe", type=Path, metavar="FILE", help="what `prsgd probe --json` printed")
+    what.add_argument("--probe", type=path, metavar="FILE", help="what `prsgd probe --json` printed")
     what.add_argument("--smoothness", type=float, metavar="L")
     what.add_argument("--noise", type=float, metavar="SIGMA2", help="variance of a worker's mini-batch gradient")
     what.add_argument("--second-moment", type=float, metavar="G2", help="largest mean squared norm of such a gradient")
     what.add_argument("--gap", type=float, metavar="F", help="f(x0) - f*: the first loss, for cross-entropy")
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="the plan for programs")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="a picture of it, as PNG, SVG or PDF")
+    out.add_argument("--plot", type=path, metavar="FILE", help="a picture of it, as PNG, SVG or PDF")
 
 
 def run(args: argparse.Namespace) -> int:
     with refusing("plan"):
         from prsgd import cluster as clusters
         from prsgd import units
+        from prsgd._check import whole_number
         from prsgd.links import Link
-        from prsgd.theory.plan import make_plan
+        from prsgd.theory.plan import MOST_WORKERS, make_plan
 
+        whole_number("workers", args.workers, at_least=1, at_most=MOST_WORKERS)
+        _check_plot(args.plot)
         probed = {} if args.probe is None else _read_probe(args.probe)
         cluster = None if args.cluster is None else clusters.load(args.cluster, args.workers)
         step_seconds = probed.get("step_seconds", units.seconds("step_time", STEP_TIME))
         if cluster is not None:
             step_seconds = cluster.slowest_step_seconds
         if args.step_time is not None:
-            step_seconds = units.seconds("step_time", args.step_time)
+            step_seconds = units.seconds("step_time", args.step_time, above_zero=True)
         usual = Link(units.bytes_per_second("bandwidth", BANDWIDTH)) if cluster is None else cluster.link
-        parameters = units.count("parameters", args.parameters or str(probed.get("parameters", PARAMETERS)))
+        parameters = args.parameters if args.parameters is not None else str(probed.get("parameters", PARAMETERS))
         link = Link(
             usual.bytes_per_second if args.bandwidth is None else units.bytes_per_second("bandwidth", args.bandwidth),
             usual.latency_seconds if args.latency is None else units.seconds("latency", args.latency),
-            args.shape or usual.shape,
+            usual.shape if args.shape is None else args.shape,
         )
         plan = make_plan(
             workers=args.workers,
             steps=_steps(args, probed),
-            budget_seconds=None if args.budget is None else units.seconds("budget", args.budget),
-            model_bytes=4 * parameters,
+            budget_seconds=None if args.budget is None else units.seconds("budget", args.budget, above_zero=True),
+            model_bytes=4 * units.count("parameters", parameters),
             step_seconds=step_seconds,
             link=link,
             average_seconds=None if args.bandwidth or cluster is not None else probed.get("average_seconds"),
@@ -91,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     known = [
         ("parameters", PARAMETERS, args.parameters or probed),
         ("step time", STEP_TIME, args.step_time or probed or cluster),
-        ("bandwidth", BANDWIDTH, args.bandwidth or cluster or probed.get("average_seconds")),
+        ("bandwidth", BANDWIDTH, args.bandwidth or cluster or "average_seconds" in probed),
     ]
     assumed = {name: value for name, value, given in known if not given}
     if args.json:
@@ -111,14 +115,15 @@ def _for_programs(plan: Plan) -> dict[str, Any]:
 
 def text(plan: Plan, assumed: dict[str, str]) -> str:
     """The plan for a terminal of 80 columns: one row a period, and what differs by overlap side by side."""
-    from prsgd.cli.display import duration, number_of
+    from prsgd.cli.display import duration, many, number_of
 
     within = plan.budget_seconds is not None
     lines = [f"{number_of(plan.workers, 'worker')}, {number_of(plan.steps, 'step')} each"]
     if plan.budget_seconds is not None:
         lines = [f"{number_of(plan.workers, 'worker')}, each row a run of {duration(plan.budget_seconds)}"]
         if plan.steps is not None:
-            lines[0] += f", the least that {number_of(plan.steps, 'step')} need"
+            lines[0] += f", the least that {number_of(plan.steps, 'step')} need{'s' if plan.steps == 1 else ''}"
+    lines = textwrap.wrap(lines[0], 80)
     if assumed:
         lines.append("assumed: " + ", ".join(f"{name} {value}" for name, value in assumed.items()))
     overlaps = sorted({option.overlap for option in plan.options})
@@ -129,8 +134,8 @@ def text(plan: Plan, assumed: dict[str, str]) -> str:
     for period in sorted({option.period for option in plan.options}):
         options = {option.overlap: option for option in plan.options if option.period == period}
         best = plan.chosen if plan.chosen.period == period else min(options.values(), key=_rank)
-        cells = [str(period), *([f"{best.steps:,}"] if what == "bound" else [])]
-        cells += [f"{best.rounds:,}", f"{best.bytes_sent / (1e9 if giga else 1e6):,.0f}"]
+        cells = [str(period), *([many(best.steps)] if what == "bound" else [])]
+        cells += [many(best.rounds), many(round(best.bytes_sent / (1e9 if giga else 1e6)))]
         rows.append(cells + [_cell(options.get(overlap), what, plan) for overlap in overlaps])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     named = {"bound": "Theorem 1's bound", "steps": "steps", "time": "time"}[what]
@@ -148,13 +153,13 @@ def _rank(option: Option) -> tuple[float, float]:
 
 
 def _cell(option: Option | None, what: str, plan: Plan) -> str:
-    from prsgd.cli.display import duration
+    from prsgd.cli.display import duration, many
 
     if option is None:
         return "-  "
     shown = {
         "bound": lambda: f"{option.bound.total:.3g}" if option.bound is not None else "",
-        "steps": lambda: f"{option.steps:,}",
+        "steps": lambda: many(option.steps),
         "time": lambda: duration(option.seconds),
     }[what]()
     return shown + (" *" if option.guaranteed else "  ")[1:] + ("<" if option is plan.chosen else " ")
@@ -168,24 +173,36 @@ def _steps(args: argparse.Namespace, probed: dict[str, Any]) -> int | None:
     ways = [args.steps, args.epochs if args.epochs is not None else args.samples, args.budget]
     if sum(way is not None for way in ways) > 1:
         raise ValueError("steps, epochs and budget are ways to say how long: give one of them")
+    batch_size = probed.get("batch_size", 32) if args.batch_size is None else args.batch_size
+    whole_number("batch_size", batch_size, at_least=1)
     if args.budget is not None:
         return None
     if args.steps is not None:
         return units.count("steps", args.steps)
     if args.epochs is None or args.samples is None:
         raise ValueError("how long? give --steps, or --epochs with --samples, or --budget")
-    epochs, samples = whole_number("epochs", args.epochs, at_least=1), units.count("samples", args.samples)
-    batch_size = args.batch_size or probed.get("batch_size") or 32
-    per_epoch = samples // (
-        whole_number("workers", args.workers, at_least=1) * whole_number("batch_size", batch_size, at_least=1)
-    )
+    epochs = whole_number("epochs", args.epochs, at_least=1, at_most=units.MOST)
+    per_epoch: int = units.count("samples", args.samples) // (args.workers * batch_size)
     if not per_epoch:
         raise ValueError(f"samples must be at least workers x batch_size, got {args.samples}")
+    if epochs * per_epoch > units.MOST:
+        raise ValueError(
+            f"epochs x samples must make at most {units.MOST:,} steps, got {epochs:,} epochs of {per_epoch:,} steps"
+        )
     return epochs * per_epoch
 
 
+def _check_plot(place: Path | None) -> None:
+    """Matplotlib would put an ending behind a name that has none, and draw beside the folder that it names."""
+    if place is not None and (place.suffix.lower() not in PLOTS or place.is_dir()):
+        endings = f"{', '.join(PLOTS[:-1])} or {PLOTS[-1]}"
+        raise ValueError(f"plot must be a file that ends in {endings}, got {str(place)!r}")
+
+
 def _problem(args: argparse.Namespace, probed: dict[str, Any]) -> Problem | None:
+    from prsgd._check import within
     from prsgd.theory.bounds import Problem
+    from prsgd.theory.plan import LEAST_SMOOTHNESS, MOST_CONSTANT
 
     given = {
         "smoothness": args.smoothness,
@@ -194,7 +211,7 @@ def _problem(args: argparse.Namespace, probed: dict[str, Any]) -> Problem | None
         "gap": args.gap,
     }
     if probed:
-        given = {name: probed[name]["value"] if value is None else value for name, value in given.items()}
+        given = {name: probed[name] if value is None else value for name, value in given.items()}
         if args.second_moment is None:  # both are estimates
             given["grad_second_moment"] = max(given["grad_second_moment"], given["noise"])
     missing = [name for name, value in given.items() if value is None]
@@ -203,6 +220,8 @@ def _problem(args: argparse.Namespace, probed: dict[str, Any]) -> Problem | None
     if missing:
         options = [f"--{name.removeprefix('grad_').replace('_', '-')}" for name in missing]
         raise ValueError(f"the bound needs all four constants; missing: {', '.join(options)}; `prsgd probe` finds them")
+    for name, value in given.items():
+        within(name.removeprefix("grad_"), value, LEAST_SMOOTHNESS if name == "smoothness" else 0.0, MOST_CONSTANT)
     if given["noise"] > given["grad_second_moment"]:
         raise ValueError(
             f"second_moment must be at least the noise, which is a part of it: got {given['grad_second_moment']:g} "
@@ -211,14 +230,27 @@ def _problem(args: argparse.Namespace, probed: dict[str, Any]) -> Problem | None
     return Problem(**given)
 
 
-def _read_probe(path: Path) -> dict[str, Any]:
+def _read_probe(file: Path) -> dict[str, Any]:
+    """The numbers of it that a plan uses, checked."""
+    from prsgd import _json, units
+    from prsgd._check import whole_number, within
     from prsgd.theory.bounds import Problem
+    from prsgd.theory.plan import MOST_CONSTANT
 
     try:
-        found = json.loads(path.read_text())
-        for field in dataclasses.fields(Problem):
-            float(found[field.name]["value"])
-        float(found["step_seconds"]), int(found["parameters"])
-    except (KeyError, TypeError, ValueError):  # also what is no text, or no JSON
-        raise ValueError(f"{path}: not what `prsgd probe --json` prints") from None
-    return dict(found)
+        content = _json.parse(file.read_bytes())
+        found = {
+            field.name: within(field.name, content[field.name]["value"], 0.0, MOST_CONSTANT)
+            for field in dataclasses.fields(Problem)
+        }
+        least, most = units.LEAST_SECONDS, units.MOST_SECONDS
+        found["step_seconds"] = within("step_seconds", content["step_seconds"], least, most)
+        found["parameters"] = whole_number("parameters", content["parameters"], at_least=1, at_most=units.MOST)
+        if content.get("batch_size") is not None:
+            found["batch_size"] = whole_number("batch_size", content["batch_size"], at_least=1, at_most=units.MOST)
+        if content.get("average_seconds") is not None:
+            found["average_seconds"] = within("average_seconds", content["average_seconds"], 0.0, most)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        why = f": {error}" if isinstance(error, ValueError) and "must be" in str(error) else ""
+        raise ValueError(f"{file}: not what `prsgd probe --json` prints{why}") from None
+    return found

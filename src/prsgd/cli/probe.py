@@ -10,6 +10,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from prsgd.cli.parser import Parser, fail, refusing
+from prsgd.tasks import MODULES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 
 FEW_SAMPLES = 10_000
 """Up to so many, the noise is computed and not estimated."""
+MOST_LOOKS = 1000
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("--task", default="digits", help="digits, fashion-mnist, cifar10 or synthetic (digits)")
+    parser.add_argument("--task", default="digits", help=f"{', '.join(MODULES)} (digits)")
     parser.add_argument("--model", help="one of the task's models (its first)")
     parser.add_argument("--batch-size", type=int, metavar="B", help="of one worker")
     parser.add_argument("--steps", type=int, default=200, metavar="T", help="of one worker's training (200)")
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         from prsgd._check import whole_number
         from prsgd.config import Config
 
-        whole_number("looks", args.looks, at_least=2)
+        whole_number("looks", args.looks, at_least=2, at_most=MOST_LOOKS)
         config = Config(
             task=args.task, model=args.model, workers=1, period=1, steps=args.steps, batch_size=args.batch_size,
             lr=args.lr, momentum=args.momentum, seed=args.seed,

@@ -18,23 +18,28 @@ from prsgd.running import last_line, note_failure
 
 STOPPED = 130
 """Exit code after Ctrl-C."""
+ONE_PRESS_SECONDS = 1.0
+"""Signals that follow the first one within this time are the same Ctrl-C: ``timeout`` and torchrun pass it on, to a
+group that has got it already."""
 
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
     """The first Ctrl-C asks, the second stops at once. Yields whether it was asked."""
-    asked = False
+    first: float | None = None
 
     def on_interrupt(_: int, __: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal first
+        now = time.monotonic()
+        if first is None:
+            first = now
+            print("stopping; Ctrl-C again stops at once", file=sys.stderr)
+        elif now - first > ONE_PRESS_SECONDS:
             raise KeyboardInterrupt
-        asked = True
-        print("stopping; Ctrl-C again stops at once", file=sys.stderr)
 
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield lambda: asked
+        yield lambda: first is not None
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -63,7 +68,3 @@ def failing(command: str, folder: Path) -> Iterator[None]:
         place = note_failure(folder, traceback.format_exc())
         kept = f" (the traceback is in {place})" if place is not None else ""
         fail(command, f"{type(error).__name__}: {error}{kept}{hint()}", code=1)
-
-
-def new_folder(name: str) -> Path:
-    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
-from prsgd.cli.parser import Parser, refusing
+from prsgd.cli.parser import Parser, path, refusing
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="of a run or a comparison")
+    parser.add_argument("folder", type=path, metavar="DIR", help="of a run or a comparison")
     parser.add_argument("--rounds", type=int, default=3, metavar="R", help="how many are drawn (3)")
 
 
@@ -18,12 +17,14 @@ def run(args: argparse.Namespace) -> int:
     with refusing("timeline"):
         from prsgd import trace
         from prsgd._check import whole_number
+        from prsgd.cli.display import number_of
         from prsgd.report import figures, timeline
         from prsgd.report.read import read
-        from prsgd.report.series import order
+        from prsgd.report.series import names, order
 
         rounds = whole_number("rounds", args.rounds, at_least=1)
-        found = {item.folder: (item.label, trace.read(item.folder)) for item in sorted(read([args.folder]), key=order)}
+        runs = sorted(read([args.folder]), key=order)
+        found = {run.folder: (name, trace.read(run.folder)) for run, name in zip(runs, names(runs))}
         found = {folder: (label, spans) for folder, (label, spans) in found.items() if spans}
         if not found:
             raise ValueError(f"{args.folder} has no trace: it is written when a run ends")
@@ -40,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
             times = (share.computing, share.waiting, share.communicating)
             print(f"{share.worker:>6} " + " ".join(f"{t:>9.3f} s" for t in times) + f" {share.idle:>7.1%}")
     print()
-    for path in paths:
-        print(path)
+    for place in paths:
+        print(place)
     print(f"for Perfetto or chrome://tracing: {next(iter(found)) / 'trace.json'}")
+    if len(found) > 1:
+        print(f"(there is one for each of the {number_of(len(found), 'run')}, in its folder)")
     return 0

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prsgd.cli.options import RUN, add_place_options, add_run_options, merged
+from prsgd.cli.options import RUN, add_place_options, add_run_options, merged, new_folder
 from prsgd.cli.parser import Parser, refusing
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{_what(config)}\n{'continuing' if begun else 'in'} {folder}", file=sys.stderr)
     try:
         with interruptible() as asked, failing("train", folder), Display([config.label]) as display:
+            if first:
+                display.starting(0)
             summary = train(
                 config, folder, observe=lambda progress: display.show(0, progress), should_stop=asked,
                 tensorboard=args.tensorboard,
@@ -73,7 +75,6 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
     import torch
 
     from prsgd import events, folders, running
-    from prsgd.cli.running import new_folder
     from prsgd.config import Config
     from prsgd.experiment import prepare
 

@@ -7,15 +7,14 @@ import dataclasses
 import json
 import sys
 import textwrap
-from pathlib import Path
 
-from prsgd.cli.parser import Parser, refusing
+from prsgd.cli.parser import Parser, path, refusing
 
 
 def add(parser: Parser) -> None:
     parser.add_argument("--full", action="store_true", help="more seeds, steps and workers: minutes")
     parser.add_argument("--json", action="store_true", help="the claims for programs")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="for a page with the figures: verify.html")
+    parser.add_argument("--out", type=path, metavar="DIR", help="for a page with the figures: verify.html")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,6 +52,6 @@ def run(args: argparse.Namespace) -> int:
         from prsgd.report import verified
 
         with refusing("verify"):
-            path = verified.write(found, effort, args.out)
-        print(path, file=sys.stderr if args.json else sys.stdout)
+            place = verified.write(found, effort, args.out)
+        print(place, file=sys.stderr if args.json else sys.stdout)
     return 1 if missed else 0

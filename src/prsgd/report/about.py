@@ -47,7 +47,6 @@ def what_was_run(groups: Sequence[Group]) -> list[str]:
     momentum = f"momentum {_values(runs, 'momentum')}" + (
         "" if decay in ("", "0", "0.0") else f", weight decay {decay}"
     )
-    seeds = sorted({run.config["seed"] for run in runs})
     workers = _values(runs, "workers")
     return [
         f"{workers} worker{'' if workers == '1' else 's'} trained the model {_values(runs, 'model')} on "
@@ -55,11 +54,38 @@ def what_was_run(groups: Sequence[Group]) -> list[str]:
         f"The optimizer is SGD with {momentum}; {_recipe(groups)}.",
         split_sentence(_values(runs, "split")),
         _compared(groups),
-        f"Each was run with {len(seeds)} seeds ({', '.join(map(str, seeds))}): a line is their mean, "
-        "the band around it reaches from the lowest to the highest."
-        if len(seeds) > 1
-        else f"There is one seed ({seeds[0]}), so the curves have no band.",
+        _seeds(groups),
     ]
+
+
+def _seeds(groups: Sequence[Group]) -> str:
+    """Which seeds there are, of each group where they are not the same."""
+    names: dict[tuple[int, ...], list[str]] = {}
+    for group in groups:
+        names.setdefault(group.seeds, []).append(group.name)
+    band = "the band around it reaches from the lowest to the highest."
+    if len(names) == 1:
+        [seeds] = names
+        if len(seeds) > 1:
+            return f"Each was run with {len(seeds)} seeds ({_numbers(seeds)}): a line is their mean, {band}"
+        return f"There is one seed ({seeds[0]}), so the curves have no band."
+    parts = []
+    for seeds, named in names.items():
+        who = f"{', '.join(named[:-1])} and {named[-1]} have" if len(named) > 1 else f"{named[0]} has"
+        parts.append(f"{who} {'one' if len(seeds) == 1 else len(seeds)} ({_numbers(seeds)})")
+    several = any(len(seeds) > 1 for seeds in names)
+    lines = f"A line is the mean of its seeds, {band}" if several else "So the curves have no band."
+    return f"The seeds differ: {'; '.join(parts)}. {lines}"
+
+
+def _numbers(seeds: Sequence[int]) -> str:
+    """
+    >>> _numbers([0, 1, 2]), _numbers(range(12)), _numbers([3, 9, 27])
+    ('0, 1, 2', '0 to 11', '3, 9, 27')
+    """
+    if len(seeds) > 5 and list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
+        return f"{seeds[0]} to {seeds[-1]}"
+    return ", ".join(map(str, seeds))
 
 
 def _recipe(groups: Sequence[Group]) -> str:
@@ -95,10 +121,10 @@ def commands(groups: Sequence[Group]) -> list[list[str]]:
     """As few as do it, each in parts that stay on one line.
 
     ``prsgd compare`` runs every method with every period, overlap and seed: one line if the runs are such a product, or
-    one for each method and overlap, or one for each run.
+    one for each method and overlap, or one for each period of these too, or one for each run.
     """
     runs = [run for group in groups for run in group.runs]
-    for apart in ((), ("method", "overlap")):
+    for apart in ((), ("method", "overlap"), _VARIED):
         batches: dict[tuple[Any, ...], list[Run]] = {}
         for run in runs:
             alike = tuple(_given(run.config, key) for key in _OPTIONS if key in apart or key not in _VARIED)

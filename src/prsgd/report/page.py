@@ -10,13 +10,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from prsgd.report import about
+from prsgd.report import about, series
 from prsgd.report.curves import Chart, charts
 from prsgd.report.figures import class_colours, draw, first_split, is_light
 from prsgd.report.places import places
 from prsgd.report.read import read
 from prsgd.report.series import Group, group, rows
-from prsgd.report.table import row_cells, write_csv
+from prsgd.report.table import row_cells, seeds_differ, write_csv
 from prsgd.report.times import time_shares, timelines
 from prsgd.report.verdict import verdict
 
@@ -55,20 +55,31 @@ _CAPTIONS = {
 }
 
 
-def write(folders: Sequence[Path], out: Path | None = None) -> Path:
+def write(folders: Sequence[Path], out: Path | None = None, *, baseline: str | None = None) -> Path:
     """Make report.html in the folder ``out``, with figures/, table.csv and curves.csv beside it; returns its path.
 
-    ``folders`` are runs or comparisons; ``out`` is the first of them unless it is given.
+    ``folders`` are runs or comparisons; of one of them, the page goes into it unless ``out`` is given. ``baseline`` is
+    the label of the runs that the others are measured by.
     """
     if not folders:
         raise ValueError("folders must name at least one run or comparison, got none")
-    out = folders[0] if out is None else out
-    groups = group(read(folders))
+    if out is None:
+        if is_several(folders):
+            raise ValueError(f"out must be given for several folders, got {', '.join(map(str, folders))}")
+        out = folders[0]
+    groups = group(read(folders), baseline=baseline)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out must be a folder, {out} is a file")
     draw(groups, out)
     write_csv(groups, out)
     path = out / "report.html"
     path.write_text(_render(groups, out), encoding="utf-8")
     return path
+
+
+def is_several(folders: Sequence[Path]) -> bool:
+    """Are they more than one, whatever their names?"""
+    return len({folder.resolve() for folder in folders}) > 1
 
 
 def _render(groups: Sequence[Group], out: Path) -> str:
@@ -90,11 +101,17 @@ def _render(groups: Sequence[Group], out: Path) -> str:
         split_sentence=about.split_sentence(str(groups[0].runs[0].config.get("split", "iid"))),
         rows=[(row, row_cells(row)) for row in table],
         has_modelled=any(row.modelled_seconds is not None for row in table),
+        has_seeds=seeds_differ(table),
+        baseline=_name(series.baseline(groups)),
         has_accuracy=any(row.test_accuracy is not None for row in table),
         methods=about.method_words(groups),
         commands=about.commands(groups),
         environment=about.environments(groups),
     )
+
+
+def _name(group: Group | None) -> str | None:
+    return None if group is None else group.name
 
 
 def render(template: str, data: dict[str, Any], **values: Any) -> str:

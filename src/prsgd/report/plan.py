@@ -32,7 +32,9 @@ def draw_plan(plan: Plan, path: Path) -> None:
     axes.legend(frameon=False, fontsize=8)
     try:
         figure.savefig(path, dpi=200)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"plot cannot be written: {path}: {error.strerror}") from None
+    except ValueError as error:  # a format that matplotlib does not know
         raise ValueError(f"plot cannot be written: {path}: {error}") from None
 
 
@@ -73,7 +75,8 @@ def _draw_bounds(plan: Plan, axes: Axes) -> None:
     assert plan.chosen.bound is not None
     _ring(axes, plan.budget_seconds / 3600, plan.chosen.bound.total)
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    if max(least) > 0:  # with constants of 0 there is nothing to promise, and a logarithm has no 0
+        axes.set_yscale("log")
     axes.set_xlabel("hours")
     axes.set_ylabel("Theorem 1's bound")
     axes.set_title(f"{plan.workers} workers: what the theory promises after a time", loc="left", fontsize=10)

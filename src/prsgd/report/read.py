@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from prsgd import _json
+from prsgd._check import shown, whole_number
 from prsgd.methods import METHODS, label
 from prsgd.trace import Modelled, Span
 from prsgd.trace import read as read_trace
@@ -146,21 +148,27 @@ def read(folders: Sequence[Path]) -> list[Run]:
 
 
 _NEEDED = ("task", "model", "method", "workers", "seed")
-_KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("task", "model", "method", "split", "cluster", "weights"), (str,)),
-    **dict.fromkeys(("workers", "seed", "period", "overlap", "epochs", "steps", "batch_size", "processes"), (int,)),
-    **dict.fromkeys(("lr", "momentum", "weight_decay", "seconds"), (int, float)),
+_TEXTS = ("task", "model", "method", "split", "cluster", "weights")
+_WHOLE = {
+    **dict.fromkeys(("workers", "period", "epochs", "steps", "batch_size", "processes"), 1),
+    **dict.fromkeys(("seed", "overlap"), 0),
 }
+"""The least that each can be."""
+_NUMBERS = ("lr", "momentum", "weight_decay", "seconds")
+MOST = 2**63
+"""Of a whole number."""
+LARGEST = 1e100
+"""Of a number that is not infinite: sums and products of such numbers are floats still."""
 
 
 def _read_run(folder: Path) -> Run:
     config = _object(folder / "config.json")
-    for key, kinds in _KINDS.items():
+    for key in (*_TEXTS, *_WHOLE, *_NUMBERS):
         value = config.get(key)
         if value is None and key in _NEEDED:
             raise ValueError(f"{folder / 'config.json'}: {key} is missing")
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
-            raise ValueError(f"{folder / 'config.json'}: {key} cannot be {value!r}")
+        if value is not None and not _can_be(key, value):
+            raise ValueError(f"{folder / 'config.json'}: {key} cannot be {shown(value)}")
     averages, evaluations = _records(folder / "records.jsonl")
     optional = {name: folder / f"{name}.json" for name in ("environment", "summary", "split")}
     given = {name: _object(path) if path.is_file() else None for name, path in optional.items()}
@@ -175,6 +183,14 @@ def _read_run(folder: Path) -> Run:
     )
 
 
+def _can_be(key: str, value: Any) -> bool:
+    if key in _TEXTS:
+        return isinstance(value, str)
+    if isinstance(value, bool) or not isinstance(value, int if key in _WHOLE else int | float):
+        return False
+    return bool(_WHOLE[key] <= value < MOST if key in _WHOLE else 0 <= value <= LARGEST)
+
+
 def _by_samples(averages: list[Average], config: dict[str, Any]) -> list[Average]:
     """Where workers take different numbers of steps, a record's step is one worker's: here it becomes their mean."""
     per_step = config["workers"] * (config.get("batch_size") or 0)
@@ -187,7 +203,7 @@ def _by_samples(averages: list[Average], config: dict[str, Any]) -> list[Average
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = _json.parse(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -223,29 +239,28 @@ def _records(path: Path) -> tuple[list[Average], list[Evaluation]]:
 
 
 def _add(text: bytes, averages: list[Average], evaluations: list[Evaluation]) -> None:
-    line = json.loads(text)
+    line = _json.parse(text)
     kind = line.get("kind") if isinstance(line, dict) else None
     if kind == "average":
         averages.append(
             Average(
-                round=int(_number(line, "round")),
-                step=int(_number(line, "step")),
-                bytes_sent=int(_number(line, "bytes_sent")),
-                lr=_number(line, "lr"),
-                drift=_maybe(line, "drift"),
+                round=_whole(line, "round"),
+                step=_whole(line, "step"),
+                bytes_sent=_whole(line, "bytes_sent"),
+                lr=_finite(line, "lr"),
+                drift=None if line.get("drift") is None else _number(line, "drift"),
                 modelled=_modelled(line.get("modelled")),
-                samples=int(_maybe(line, "samples") or 0),
-                **{key: int(_maybe(line, key) or 0) for key in ("server_bytes_sent", "hops", "overlap")},
+                **{key: _whole(line, key) for key in _OPTIONAL if line.get(key) is not None},
             )
         )
     elif kind == "evaluation":
         evaluations.append(
             Evaluation(
-                epoch=_number(line, "epoch"),
-                step=int(_number(line, "step")),
+                epoch=_finite(line, "epoch"),
+                step=_whole(line, "step"),
                 train_loss=_number(line, "train_loss"),
                 test_accuracy=_maybe(line, "test_accuracy"),
-                seconds=_number(line, "seconds"),
+                seconds=_finite(line, "seconds"),
                 modelled_seconds=_maybe(line, "modelled_seconds"),
             )
         )
@@ -257,17 +272,36 @@ def _modelled(value: Any) -> Modelled | None:
     if value is None:
         return None
     try:
-        return Modelled.from_dict(value)
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"modelled must have seconds and one number per worker, got {value!r:.80}") from None
+        found = Modelled.from_dict(value)
+        times = (found.seconds, *found.computing, *found.waiting, *found.communicating, *found.hidden)
+        if not all(abs(time) <= LARGEST for time in times):
+            raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise ValueError(f"modelled must have seconds and one number per worker, got {shown(value)}") from None
+    return found
+
+
+_OPTIONAL = ("samples", "server_bytes_sent", "hops", "overlap")
+
+
+def _whole(line: dict[str, Any], key: str) -> int:
+    return whole_number(key, line.get(key), at_least=0, at_most=MOST)
 
 
 def _number(line: dict[str, Any], key: str) -> float:
+    """Of a run that diverged it may be infinite or NaN."""
     value = line.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{key} must be a number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or LARGEST < abs(value) < math.inf:
+        raise ValueError(f"{key} must be a number, got {shown(value)}")
+    return value
+
+
+def _finite(line: dict[str, Any], key: str) -> float:
+    value = _number(line, key)
+    if not math.isfinite(value):
+        raise ValueError(f"{key} must be a finite number, got {value}")
     return value
 
 
 def _maybe(line: dict[str, Any], key: str) -> float | None:
-    return None if line.get(key) is None else _number(line, key)
+    return None if line.get(key) is None else _finite(line, key)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
+from prsgd._check import one_of
 from prsgd.methods import METHODS
 from prsgd.report.read import Run
 
@@ -24,6 +25,12 @@ class Group:
     name: str
     """The label without what all groups share."""
     runs: tuple[Run, ...]
+    is_baseline: bool = False
+    """Was it named as what the others are measured by?"""
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(run.config["seed"] for run in self.runs)
 
     @property
     def counted(self) -> tuple[Run, ...]:
@@ -87,8 +94,11 @@ class Row:
     modelled_seconds: float | None = None
 
 
-def group(runs: Sequence[Run]) -> list[Group]:
-    """By label, ordered by method, period and overlap. Runs that differ in more than that say so in their labels."""
+def group(runs: Sequence[Run], *, baseline: str | None = None) -> list[Group]:
+    """By label, ordered by method, period and overlap. Runs that differ in more than that say so in their labels.
+
+    ``baseline`` is the label, or the name, of the group that the others are measured by.
+    """
     tasks = sorted({str(run.config["task"]) for run in runs})
     if len(tasks) > 1:
         raise ValueError(f"runs must be of one task to be compared, got {', '.join(tasks)}")
@@ -101,11 +111,37 @@ def group(runs: Sequence[Run]) -> list[Group]:
     groups = []
     for (label, *rest), members in found.items():
         _refuse_twins(members)
-        more = "".join(f", {key.replace('_', ' ')} {value}" for key, value in zip(telling, rest) if value is not None)
+        more = _apart(telling, rest)
         short = str(label).partition(" ")[2] if same_method else str(label)
         short = short or f"period {members[0].config['period']}"
         groups.append(Group(f"{label}{more}", short + more, tuple(members)))
-    return groups
+    return groups if baseline is None else _measured_by(groups, baseline)
+
+
+def _measured_by(groups: list[Group], name: str) -> list[Group]:
+    by_name = {group.name: group.label for group in groups}
+    label = one_of("baseline", by_name.get(name, name), [group.label for group in groups])
+    marked = [replace(group, is_baseline=group.label == label) for group in groups]
+    for group in marked:
+        if group.is_baseline and not group.finished:
+            raise ValueError(f"baseline must be finished, {label} is {group.state}")
+    return marked
+
+
+def names(runs: Sequence[Run]) -> list[str]:
+    """Of runs one by one, in their order: the label, what sets them apart, and the seed if there are several."""
+    telling = differing(runs)
+    if len({run.config["seed"] for run in runs}) > 1:
+        telling.append("seed")
+    return [run.label + _apart(telling, [run.config.get(key) for key in telling]) for run in runs]
+
+
+def _apart(keys: Sequence[str], values: Sequence[object]) -> str:
+    """
+    >>> _apart(["batch_size", "steps"], [8, None])
+    ', batch size 8'
+    """
+    return "".join(f", {key.replace('_', ' ')} {value}" for key, value in zip(keys, values) if value is not None)
 
 
 def differing(runs: Iterable[Run]) -> list[str]:
@@ -130,7 +166,12 @@ def _refuse_twins(runs: Sequence[Run]) -> None:
 
 
 def baseline(groups: Iterable[Group]) -> Group | None:
-    """What the others are measured by: mini-batch SGD if it is finished, or else the one that communicated most."""
+    """What the others are measured by: the one that was named; mini-batch SGD if it is finished; or else the one that
+    communicated most."""
+    groups = list(groups)
+    named = next((group for group in groups if group.is_baseline), None)
+    if named is not None:
+        return named
     done = [group for group in groups if group.finished]
     done = [group for group in done if group.runs[0].label == "minibatch-sgd"] or done
     return max(done, key=lambda group: (fmean(run.bytes_sent for run in group.counted), _rounds(group)), default=None)

@@ -10,13 +10,15 @@ from prsgd.report.curves import charts
 from prsgd.report.series import Group, Measured, Row, rows
 
 WIDTH = 80
-_HEADS = ("run", "accuracy %", "train loss", "modelled s", "rounds", "MB sent", "share", "drift", "seconds")
+_HEADS = ("run", "accuracy %", "train loss", "seeds", "modelled s", "rounds", "MB sent", "share", "drift", "seconds")
 
 
 def text_table(groups: Sequence[Group]) -> str:
     """One line a group, at most 80 columns wide; a * leads to what is not finished."""
     found = rows(groups)
     cells = [[f"{row.name}{' *' if row.state else ''}", *row_cells(row)] for row in found]
+    for row, line in zip(found, cells):
+        line.insert(_HEADS.index("seeds"), str(row.seeds) if seeds_differ(found) else "")
     heads = list(_HEADS)
     for column in reversed(range(1, len(heads))):
         if all(line[column] == "" for line in cells):
@@ -31,6 +33,11 @@ def text_table(groups: Sequence[Group]) -> str:
     text = ["  ".join([_fit(line[0], room[0]), *(c.rjust(w) for c, w in zip(line[1:], room[1:]))]) for line in lines]
     text += [_fit(f"* {row.name}: {row.state}", WIDTH) for row in found if row.state]
     return "\n".join(line.rstrip() for line in text)
+
+
+def seeds_differ(found: Sequence[Row]) -> bool:
+    """Must a reader be told how many each has?"""
+    return len({row.seeds for row in found}) > 1
 
 
 def _width(*lines: Sequence[str]) -> int:

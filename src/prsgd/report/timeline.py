@@ -51,14 +51,16 @@ def timeline(name: str, spans: Sequence[Span], rounds: int = ROUNDS) -> Timeline
     numbers = sorted(landings)
     if len(numbers) < 2:
         return None
-    first = numbers[min(1, len(numbers) - 2)]
-    last = numbers[min(numbers.index(first) + rounds, len(numbers) - 1)]
-    begin, end = landings[first], landings[last]
+    first = min(1, len(numbers) - 2)
+    begin = landings[numbers[first]]
     everyone = sorted({span.worker for span in spans})
     chosen = everyone if len(everyone) <= MOST_WORKERS else everyone[:: -(-len(everyone) // MOST_WORKERS)]
-    inside = [span for span in split(spans) if span.end > begin and span.begin < end and span.worker in chosen]
-    if len(inside) > MOST_SPANS and rounds > 1:
-        return timeline(name, spans, rounds - 1)
+    later = [span for span in split(spans) if span.end > begin and span.worker in chosen]
+    for last in range(min(first + rounds, len(numbers) - 1), first, -1):  # fewer, if they are too many to be seen
+        end = landings[numbers[last]]
+        inside = [span for span in later if span.begin < end]
+        if len(inside) <= MOST_SPANS:
+            break
     turns = {(s.worker, s.number): s.begin for s in reversed(inside) if s.kind == "average"}
     inside = [s for s in inside if s.kind != "flight" or s.begin < turns.get((s.worker, s.number), s.end) - 1e-9]
     cut = (

@@ -17,7 +17,8 @@ LEAST_LOSS_SHARE = 0.02
 
 
 def verdict(groups: Sequence[Group]) -> str:
-    """Which run got by with the least communication, against the one that communicated most.
+    """Which run got by with the least communication, against the baseline: the one that communicated most, unless
+    another was named.
 
     A run reached the baseline if it is not behind by more than 0.2 points, or by two standard errors of the difference
     if that is more, but never by more than 0.5 points. Runs that are not finished are left out, and named.
@@ -136,14 +137,20 @@ def _cost(other: _Found, base: _Found) -> str:
     if not base.megabytes:
         return rounds
     share = 100 * other.megabytes / base.megabytes
+    if share > 100.5:
+        return f"{rounds} and {share / 100:.3g}x the bytes"
     return f"{rounds} and {'as many bytes' if share >= 99.5 else f'{share:.3g} % of the bytes'}"
 
 
 def _one_seed(base: _Found, others: Sequence[_Found]) -> str:
-    if min(found.score.seeds for found in (base, *others)) > 1:
+    alone = [found.name for found in (base, *others) if found.score.seeds == 1]
+    if not alone:
         return ""
     small = "differences under about a point" if base.by_accuracy else "small differences"
-    return f" (one seed: {small} mean little)"
+    if len(alone) == len(others) + 1:
+        return f" (one seed: {small} mean little)"
+    who = f"{' and '.join(alone)} {'has' if len(alone) == 1 else 'have'}" if len(alone) <= 3 else "some runs have"
+    return f" ({who} one seed: {small} mean little)"
 
 
 def _unlike(groups: Sequence[Group]) -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from prsgd._check import positive, whole_number
+from prsgd import units
+from prsgd._check import positive, whole_number, within
 from prsgd.links import Link
 from prsgd.theory.bounds import (
     Bound,
@@ -26,6 +27,9 @@ from prsgd.theory.bounds import (
 PERIODS = tuple(2**i for i in range(11))
 """1 ... 1024."""
 OVERLAPS = (0, 1, 4)
+MOST_WORKERS = 10**6
+LEAST_SMOOTHNESS, MOST_CONSTANT = 1e-30, 1e30
+"""Of the problem's constants: the bound has powers of them, which a float must hold."""
 
 
 @dataclass(frozen=True)
@@ -110,16 +114,22 @@ def make_plan(
     >>> plan.guaranteed_period, plan.chosen.period, plan.chosen.overlap
     (3, 3, 1)
     """
-    workers = whole_number("workers", workers, at_least=1)
-    model_bytes = whole_number("model_bytes", model_bytes, at_least=1)
-    step_seconds = positive("step_seconds", step_seconds)
+    workers = whole_number("workers", workers, at_least=1, at_most=MOST_WORKERS)
+    model_bytes = whole_number("model_bytes", model_bytes, at_least=1, at_most=8 * units.MOST)
+    step_seconds = within("step_seconds", step_seconds, units.LEAST_SECONDS, units.MOST_SECONDS)
     if (steps is None) == (budget_seconds is None):
         raise ValueError("steps and budget_seconds are two ways to say how long: give one of them")
     if average_seconds is None:
         average_seconds = link.average_seconds(model_bytes, workers=workers)
+    elif not 0 <= average_seconds < math.inf:
+        raise ValueError(f"average_seconds must be a finite number >= 0, got {average_seconds!r}")
+    if problem is not None:
+        for field in fields(problem):
+            least = LEAST_SMOOTHNESS if field.name == "smoothness" else 0.0
+            within(f"problem.{field.name}", getattr(problem, field.name), least, MOST_CONSTANT)
     cost = _Cost(workers, step_seconds, average_seconds, link.bytes_sent(model_bytes, workers=workers), problem)
     if steps is not None:
-        steps = whole_number("steps", steps, at_least=1)
+        steps = whole_number("steps", steps, at_least=1, at_most=units.MOST)
         options = cost.options(periods, overlaps, steps=steps)
         if problem is not None:
             budget_seconds = min(option.seconds for option in options)
