@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import prsgd
+from prsgd.averaging.base import Memory
 from prsgd.averaging.changes import Gathered
 
 VALUES, TIMES = 25_000_000, 5
@@ -39,6 +40,14 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def pack(form: Gathered, memory: Memory, snap: Tensor) -> None:
+    """What a worker does before it sends."""
+    change = form._change(memory, snap, 0)
+    encoded = form.encode(change)
+    if form.keeps_residuals:
+        form.add(encoded, change, -1.0)
+
+
 def measure() -> dict[str, tuple[float, float]]:
     """Seconds to pack one change (with what is kept for later, where it is) and to unpack one; forms take turns."""
     change = torch.randn(VALUES)
@@ -47,9 +56,8 @@ def measure() -> dict[str, tuple[float, float]]:
     unpacking: dict[str, list[float]] = {name: [] for name in FORMS}
     for _ in range(TIMES + 1):
         for name, form in FORMS.items():
-            form.start(torch.zeros(VALUES))
-            snap = change.unsqueeze(0)
-            packing[name].append(seconds(partial(form._encoded, snap, 0, 0)))
+            memory = form.init(torch.zeros(VALUES), 1)
+            packing[name].append(seconds(partial(pack, form, memory, change.unsqueeze(0))))
             unpacking[name].append(seconds(partial(form.add, form.encode(change), total)))
     return {name: (median(packing[name][1:]), median(unpacking[name][1:])) for name in FORMS}
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import prsgd
 from prsgd.tasks import digits
@@ -24,14 +24,10 @@ def main(epochs: int = 4, period: int = 8, batch_size: int = 16) -> list[float]:
     worker, num_workers = comm.workers.start, comm.num_workers
 
     data = digits.load()
-    share = len(data.train_x) // num_workers  # equal shares: all workers reach the end of an epoch at the same step
-    mine = slice(worker * share, (worker + 1) * share)
-    loader = DataLoader(
-        TensorDataset(data.train_x[mine], data.train_y[mine]),
-        batch_size=batch_size,
-        shuffle=True,
-        generator=torch.Generator().manual_seed(worker),
-    )
+    train_set = TensorDataset(data.train_x, data.train_y)
+    # It pads, so that all workers reach the end of an epoch at the same step; without that, see `local.epoch()`.
+    sampler: DistributedSampler[int] = DistributedSampler(train_set, num_replicas=num_workers, rank=worker)
+    loader = DataLoader(train_set, batch_size=batch_size, sampler=sampler)
     torch.manual_seed(worker)  # the models differ here; all start from worker 0's
     model = digits.mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -39,6 +35,7 @@ def main(epochs: int = 4, period: int = 8, batch_size: int = 16) -> list[float]:
     accuracies = []
     with prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(period), overlap=1) as local:
         for epoch in range(1, epochs + 1):
+            sampler.set_epoch(epoch)
             for x, y in loader:
                 optimizer.zero_grad()
                 cross_entropy(model(x), y).backward()
@@ -50,9 +47,9 @@ def main(epochs: int = 4, period: int = 8, batch_size: int = 16) -> list[float]:
 
     accuracies.append(accuracy(model, data))
     if worker == 0:
-        sent_bytes = sum(record.bytes_sent for record in local.records)
+        sent_megabytes = local.totals.bytes_sent / 1e6
         print(f"all workers ({num_workers}) ended with one model: test accuracy {accuracies[-1]:.1%}")
-        print(f"{len(local.records)} averages in {local.step} steps, {sent_bytes / 1e6:.2f} MB sent by each worker")
+        print(f"{local.totals.rounds} averages in {local.step} steps, {sent_megabytes:.2f} MB sent by each worker")
     if dist.is_initialized():
         dist.destroy_process_group()
     return accuracies
