@@ -102,11 +102,17 @@ def test_identical_data_has_no_drift() -> None:
     fleet = prsgd.Fleet(model(), 4)
     optimizer = torch.optim.SGD(fleet.parameters(), lr=0.2, momentum=0.9)
     x, y = batch(0, 0)
-    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(5)) as local:
-        for _ in range(20):
-            optimizer.zero_grad()
-            fleet.backward(cross_entropy, [x] * 4, [y] * 4)
-            optimizer.step()
+    local = prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(5))
+
+    def train() -> None:
+        with local:
+            for _ in range(20):
+                optimizer.zero_grad()
+                fleet.backward(cross_entropy, [x] * 4, [y] * 4)
+                optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match="rounds 1 and 2: all workers' models were alike"):
+        train()
     assert [r.drift for r in local.records] == [0.0] * 4
 
 

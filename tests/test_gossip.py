@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import prsgd
+from prsgd.averaging.base import SUMS_WIDTH
 from tests.problems import batch, model, train_fleet, walk
 from tests.ranks import run_ranks, try_ranks
 
@@ -26,10 +27,11 @@ def test_four_workers_in_a_ring_by_hand() -> None:
     assert path[2] == pytest.approx([2.25] * 4, abs=1e-15)  # the exact mean ends the run
     assert len(set(path[2])) == 1
     assert [r.drift for r in local.records[:2]] == pytest.approx([11.25, 13.8125])  # in one process the mean is known
-    # To two neighbours each: a number of 8 bytes, and two that say what is about to happen. Then all meet.
+    # To two neighbours each: a number of 8 bytes, and two that say what is about to happen. Then all meet: of the model
+    # and the header each sends three quarters twice.
     assert [(r.bytes_sent, r.hops, r.workers) for r in local.records] == [
         *[(2 * 4 * 8, 1, 4)] * 2,
-        (2 * 3 * 8 + 168, 0, 4),
+        (2 * 3 * 8 + 2 * 3 * (1 + SUMS_WIDTH) * 8 // 4, 0, 4),
     ]
 
 

@@ -213,7 +213,7 @@ class ClusterClock:
     >>> with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(4), clock=ClusterClock(two)) as local:
     ...     for _ in range(8):
     ...         optimizer.zero_grad()
-    ...         losses = fleet.backward(lambda out, _: out.sum(), torch.ones(2, 1, 1), torch.ones(2, 1))
+    ...         losses = fleet.backward(lambda out, _: out.sum(), torch.randn(2, 1, 1), torch.ones(2, 1))
     ...         optimizer.step()
     >>> local.records[0].modelled.waiting  # the fast one takes 2 seconds for 4 steps, the slow one 4
     (2.0, 0.0)
