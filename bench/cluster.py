@@ -26,9 +26,10 @@ import torch
 from torch import nn
 
 import prsgd
-from prsgd.calibration import calibrate
-from prsgd.clocks import Sent
-from prsgd.cluster import Cluster, ClusterClock
+from prsgd.clocks.base import Sent
+from prsgd.cluster.calibration import calibrate
+from prsgd.cluster.clock import ClusterClock
+from prsgd.cluster.model import Cluster
 
 COMBINATIONS = [(period, overlap) for period in (8, 32) for overlap in (0, 1, 6)]
 SETTINGS = {

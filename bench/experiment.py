@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from prsgd import experiment
-from prsgd.config import Config
-from prsgd.fleet import Fleet
+from prsgd.lab import run as experiment
+from prsgd.lab.config import Config
+from prsgd.replicas.fleet import Fleet
 
 
 class Stopwatch:

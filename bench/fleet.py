@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import prsgd
-from prsgd.data import Shards
+from prsgd.data.shards import Shards
 from prsgd.tasks.resnet import resnet
 
 BATCH_SIZE = 32

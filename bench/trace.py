@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import prsgd
-from prsgd.clocks import WallClock
+from prsgd.clocks.trace import Trace
+from prsgd.clocks.wall import WallClock
 from prsgd.tasks import digits
-from prsgd.trace import Trace
 
 PASSES, STEPS = 60, 150
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import prsgd
-from prsgd.data import Shards
+from prsgd.data.shards import Shards
 from prsgd.tasks import digits
 from prsgd.tasks.base import Data
 

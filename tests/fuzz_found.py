@@ -12,7 +12,7 @@ FOUND = {
         averaging="outer()", schedule="every(1)", batches=(3, 0), looks=((2, "after"),)
     ),
     "the elastic centre moves when it answers a look": Scenario(
-        averaging="elastic()", schedule="every(1)", batches=(0, 3), looks=((2, "before"),)
+        averaging="easgd()", schedule="every(1)", batches=(0, 3), looks=((2, "before"),)
     ),
     "a look in mid-flight counts what is in flight again": Scenario(batches=(2, 4), overlap=1, looks=((3, "after"),)),
     "a look in mid-flight shows other statistics": Scenario(
@@ -54,7 +54,7 @@ FOUND = {
         averaging="quantized(4, bucket=16)", batches=(2, 0), overlap=2, nans=((0, 1, "after"),)
     ),
     "a rescue at the end is recorded twice": Scenario(
-        averaging="elastic()", batches=(2, 0), overlap=2, nans=((0, 1, "after"),)
+        averaging="easgd()", batches=(2, 0), overlap=2, nans=((0, 1, "after"),)
     ),
     "a rescue counts the batches of another moment": Scenario(
         schedule="every(1)", batches=(3, 0), overlap=1, model="batchnorm", nans=((0, 2, "gradient"),), resume_at=2

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import prsgd
-from prsgd.schedules import Now
+from prsgd.schedules.base import Now
 
 NAN_PLACES = ("parameters", "gradient", "after", "buffers", "infinite")
 """Before the update, in the gradient alone, between this batch and what comes next, in the model's floating buffers
@@ -18,7 +18,7 @@ alone; infinities in the parameters before the update."""
 _NAMES: dict[str, Any] = {"bfloat16": torch.bfloat16, "float16": torch.float16} | {
     name: getattr(prsgd, name)
     for name in (
-        "every", "per_worker", "growing", "once", "mean", "outer", "elastic", "gossip", "quantized", "sparse"
+        "every", "per_worker", "growing", "once", "mean", "outer", "easgd", "gossip", "quantized", "sparse"
     )
 }  # fmt: skip
 
@@ -172,8 +172,8 @@ def _averaging(dice: random.Random, num_workers: int) -> str:
             "outer()",
             dice.choice(["outer(1.0, 0.0)", "outer(0.5, 0.5, nesterov=False)", "outer(weights='steps')"]),
             "outer(1.0, 0.7, nesterov=False, by_inner_lr=True)",
-            "elastic()",
-            "elastic(alpha=0.3, beta=0.5)",
+            "easgd()",
+            "easgd(alpha=0.3, beta=0.5)",
             "gossip('complete')",
             f"gossip('{'ring' if num_workers > 2 else 'complete'}')",
             "quantized(4, bucket=16)",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "prsgd.local_sgd", "prsgd.comm.joining"])
+_context.set_forkserver_preload(["torch", "prsgd.core.local_sgd", "prsgd.comm.joining"])
 
 
 class RankFailed(AssertionError):  # noqa: N818 - an assertion, like the others

@@ -37,7 +37,7 @@ ALL = {
     "exponential": prsgd.gossip("exponential"),
     "complete": prsgd.gossip("complete"),
     "outer": prsgd.outer(),
-    "elastic": prsgd.elastic(),
+    "easgd": prsgd.easgd(),
 }
 HALF = ("bfloat16", "float16", "by steps")
 NUM_STEPS = [8, 8, 8]
@@ -157,7 +157,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(name: str, overlap: int) -> None:
 
 def test_workers_that_keep_apart_end_with_one_mean_after_a_stop_without_an_average() -> None:
     """The state remembers that they were apart."""
-    for name in ("ring", "elastic"):
+    for name in ("ring", "easgd"):
         fleet = prsgd.Fleet(model(), 5)
         optimizer = torch.optim.SGD(fleet.parameters(), lr=0.2)
         taken = dict.fromkeys(fleet.workers, 0)
@@ -269,14 +269,14 @@ def with_nan(rank: int, name: str) -> Any:
 
 
 def test_a_model_that_is_not_finite_is_replaced() -> None:
-    names = ["4 bits", "sign", "sparse", "bfloat16", "ring", "elastic", "outer"]
+    names = ["4 bits", "sign", "sparse", "bfloat16", "ring", "easgd", "outer"]
     ranks = run_ranks(rank_each, 3, with_nan, names)
     for rank, name in product(ranks, names):
         row, bad = rank[name]
         assert torch.equal(row, ranks[0][name][0])
         assert bool(row.isfinite().all())
         assert bad[:4] == [0, 1, 0, 0]
-        assert bad[4:] == ([0] if name in ("ring", "elastic") else [])  # which end with one more, of all
+        assert bad[4:] == ([0] if name in ("ring", "easgd") else [])  # which end with one more, of all
 
 
 def left_early(rank: int, name: str, overlap: int) -> Any:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import prsgd
-from prsgd.buffers import Buffers
+from prsgd.replicas.buffers import Buffers
 from tests.problems import itself
 from tests.ranks import run_ranks, try_ranks
 

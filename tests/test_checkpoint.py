@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from prsgd.checkpoint import KEEP, Checkpoints, fingerprint, newest_common, write
 from prsgd.errors import CheckpointError
+from prsgd.lab.checkpoint import KEEP, Checkpoints, fingerprint, newest_common, write
 
 STATE: dict[str, Any] = {
     "step": 7,

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from prsgd import folders
 from prsgd.cli import main
 from prsgd.cli.compare import variants
 from prsgd.cli.running import interruptible
-from prsgd.config import Config
-from prsgd.trace import Span, to_chrome
+from prsgd.clocks.trace import Span, to_chrome
+from prsgd.lab import folder as folders
+from prsgd.lab.config import Config
 from tests.test_report import make_run
 
 QUICK = ["--workers", "4", "--epochs", "2"]

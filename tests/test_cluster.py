@@ -17,13 +17,15 @@ from torch import Tensor, nn
 
 import prsgd
 from prsgd import cluster as clusters
-from prsgd import experiment, trace
 from prsgd.cli import main
-from prsgd.cluster import Cluster, ClusterClock
-from prsgd.config import Config
-from prsgd.links import bytes_of_sum
+from prsgd.clocks import trace
+from prsgd.clocks.trace import Span, shares, split
+from prsgd.cluster.clock import ClusterClock
+from prsgd.cluster.model import Cluster
+from prsgd.comm.links import bytes_of_sum
+from prsgd.lab import run as experiment
+from prsgd.lab.config import Config
 from prsgd.theory.bounds import active_workers
-from prsgd.trace import Span, shares, split
 from tests.ranks import run_ranks
 
 FAR = 1e18

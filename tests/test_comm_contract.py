@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import prsgd
-from prsgd.comm import current
+from prsgd.comm.joining import current
 from tests.ranks import run_ranks, try_ranks
 
 

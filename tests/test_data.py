@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prsgd.data import Shards
-from prsgd.splits import Split, dirichlet, iid, parse, pool
+from prsgd.data.shards import Shards
+from prsgd.data.splits import Split, dirichlet, iid, parse, pool
 
 
 def test_an_epoch_is_one_permutation_shared_by_all() -> None:

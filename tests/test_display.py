@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from prsgd import jobs
 from prsgd.cli.display import Display
-from prsgd.experiment import Evaluation, Progress
+from prsgd.lab import pool as jobs
+from prsgd.lab.run import Progress
+from prsgd.records import Evaluation
 
 
 def progress(step: int) -> Progress:

@@ -14,17 +14,19 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import prsgd
-from prsgd import experiment, running
-from prsgd.checkpoint import fingerprint
-from prsgd.config import Config, lr_at
-from prsgd.data import Shards
+from prsgd.data.shards import Shards
 from prsgd.errors import CheckpointError
+from prsgd.lab import run as experiment
+from prsgd.lab import running
+from prsgd.lab.checkpoint import fingerprint
+from prsgd.lab.config import Config, lr_at
+from prsgd.records import Summary
 from prsgd.tasks import digits
 
 QUICK = Config(task="digits", workers=4, period=4, epochs=3).resolve()
 
 
-def go(config: Config, folder: Path, should_stop: Callable[[], bool] | None = None) -> experiment.Summary:
+def go(config: Config, folder: Path, should_stop: Callable[[], bool] | None = None) -> Summary:
     if not (folder / "config.json").exists():
         experiment.prepare(config, folder)
     return experiment.run(config, folder, should_stop=should_stop)
@@ -143,7 +145,7 @@ def test_two_processes_train_what_one_does_and_stop_and_continue(tmp_path: Path)
     alone = go(QUICK, tmp_path / "alone")
     config = dataclasses.replace(QUICK, processes=2)
 
-    def spread(folder: Path, stop: bool = False) -> experiment.Summary:
+    def spread(folder: Path, stop: bool = False) -> Summary:
         seen: list[experiment.Progress] = []
         if not (folder / "config.json").exists():
             experiment.prepare(config, folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prsgd.cli import main
-from prsgd.config import Config
+from prsgd.lab.config import Config
 from prsgd.theory.bounds import Problem
 from tests.test_report import make_run
 

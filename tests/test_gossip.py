@@ -268,7 +268,8 @@ def test_all_models_lost_is_an_error() -> None:
 
 def test_on_a_modelled_cluster_workers_wait_for_their_neighbours_alone() -> None:
     """A ring of 8 of which worker 7 takes 10 seconds for a step, the others 1: in the first round only 0 and 6 wait."""
-    from prsgd.cluster import Cluster, ClusterClock
+    from prsgd.cluster.clock import ClusterClock
+    from prsgd.cluster.model import Cluster
 
     cluster = Cluster("slow", speeds=(10.0,) * 7 + (1.0,), step_seconds=10.0, bytes_per_second=1e15)
     fleet = prsgd.Fleet(model(), 8)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 import prsgd
-from prsgd import methods
 from prsgd.cli import main
 from prsgd.cli.compare import variants
 from prsgd.comm.base import Then
-from prsgd.config import Config
-from prsgd.experiment import run
-from prsgd.methods import METHODS, Method, Parts
+from prsgd.lab import methods
+from prsgd.lab.config import Config
+from prsgd.lab.methods import METHODS, Method, Parts
+from prsgd.lab.run import run
 from prsgd.report.places import far_below, places, seconds_on
 from prsgd.report.read import read
 from prsgd.report.series import baseline, group
@@ -32,7 +32,7 @@ QUICK = ["--workers", "4", "--epochs", "1", "--batch-size", "32"]
 
 
 def test_reading_the_table_needs_no_torch() -> None:
-    code = "import sys; from prsgd.methods import METHODS; from prsgd.report import page; print('torch' in sys.modules)"
+    code = "import sys; from prsgd.lab.methods import METHODS; from prsgd.report import page; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
 

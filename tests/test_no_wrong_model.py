@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import prsgd
 from prsgd.averaging.base import SUMS_WIDTH, Sums
-from prsgd.ledger import KEPT, Ledger
+from prsgd.core.books import KEPT, Ledger
 from tests.problems import Point, batch, itself, model, take_step
 from tests.ranks import run_ranks, try_ranks
 from tests.test_averagings import ALL
@@ -92,7 +92,7 @@ def answered(rank: int, name: str, looks: int) -> tuple[Tensor, int]:
 
 
 def test_those_that_answer_a_look_end_with_the_same_model() -> None:
-    names = ["outer", "slowmo", "elastic", "mean"]
+    names = ["outer", "slowmo", "easgd", "mean"]
     cases = list(product(names, (0, 2)))
     one, other = run_ranks(rank_all, 2, answered, cases)
     found = dict(zip(cases, zip(one, other)))
@@ -517,7 +517,7 @@ def test_another_set_up_is_named() -> None:
         started(overlap=1, averaging=prsgd.outer(0.5)).load_state_dict(state)
 
 
-@pytest.mark.parametrize("name", ["mean", "outer", "sparse", "bfloat16", "elastic"])
+@pytest.mark.parametrize("name", ["mean", "outer", "sparse", "bfloat16", "easgd"])
 def test_a_damaged_state_is_one_line(name: str) -> None:
     """Whatever is taken away or replaced by something else, at every place."""
     averaging = copy.deepcopy(EVERY[name])

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import prsgd
-from prsgd.optimizer_state import state_keys
+from prsgd.replicas.optimizer_state import state_keys
 from tests.problems import batch, model
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]

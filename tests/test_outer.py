@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import prsgd
-from prsgd import methods
+from prsgd.lab import methods
 from tests.problems import Point, itself, walk
 from tests.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prsgd import units
 from prsgd.cli import main
-from prsgd.links import Link
+from prsgd.comm.links import Link
 from prsgd.theory.bounds import Problem, gradient_bound
 from prsgd.theory.plan import best_lr, make_plan
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import prsgd
-from prsgd.buffers import Buffers
-from prsgd.optimizer_state import state_keys
-from prsgd.state import Rows, subtract_from, trainable
+from prsgd.replicas.buffers import Buffers
+from prsgd.replicas.optimizer_state import state_keys
+from prsgd.replicas.rows import Rows, subtract_from, trainable
 
 
 def normed_fleet(n: int, momentum: float | None = 1.0) -> prsgd.Fleet:

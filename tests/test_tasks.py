@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from prsgd import datasets, tasks
+from prsgd import tasks
+from prsgd.data import datasets
 from prsgd.errors import DataError
 from prsgd.tasks import synthetic
 from prsgd.tasks.cifar10 import crop_and_flip, prepare

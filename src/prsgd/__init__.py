@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prsgd.averaging.base import Averaging, Header, Landing
-    from prsgd.averaging.elastic import elastic
+    from prsgd.averaging.easgd import easgd
     from prsgd.averaging.gossip import gossip
     from prsgd.averaging.mean import mean
     from prsgd.averaging.outer import outer
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from prsgd.comm.base import Communicator, Done, Then, Work
     from prsgd.comm.in_process import InProcess
     from prsgd.comm.joining import init
+    from prsgd.comm.launching import launch
     from prsgd.comm.torch_distributed import TorchDistributed
+    from prsgd.core.local_sgd import LocalSGD
+    from prsgd.core.several import finish, together
     from prsgd.errors import (
         AverageTimeout,
         CheckpointError,
@@ -27,12 +30,12 @@ if TYPE_CHECKING:
         PrsgdError,
         UsageError,
     )
-    from prsgd.fleet import Fleet
-    from prsgd.launching import launch
-    from prsgd.local_sgd import LocalSGD
     from prsgd.records import Record
-    from prsgd.schedules import Now, Round, Schedule, every, growing, measured, once, per_worker, timed
-    from prsgd.several import finish, together
+    from prsgd.replicas.fleet import Fleet
+    from prsgd.schedules.base import Now, Round, Schedule
+    from prsgd.schedules.fixed import every, once, per_worker
+    from prsgd.schedules.growing import growing
+    from prsgd.schedules.speed import measured, timed
     from prsgd.theory.probe import probe
 
 __version__ = "0.1.0"
@@ -45,40 +48,40 @@ _HOME = {
     "Communicator": "comm.base",
     "DivergedError": "errors",
     "Done": "comm.base",
-    "Fleet": "fleet",
+    "Fleet": "replicas.fleet",
     "Header": "averaging.base",
     "InProcess": "comm.in_process",
     "Landing": "averaging.base",
     "LaunchError": "errors",
-    "LocalSGD": "local_sgd",
+    "LocalSGD": "core.local_sgd",
     "MismatchError": "errors",
-    "Now": "schedules",
+    "Now": "schedules.base",
     "PeerError": "errors",
     "PrsgdError": "errors",
     "Record": "records",
-    "Round": "schedules",
-    "Schedule": "schedules",
+    "Round": "schedules.base",
+    "Schedule": "schedules.base",
     "Then": "comm.base",
     "TorchDistributed": "comm.torch_distributed",
     "UsageError": "errors",
     "Work": "comm.base",
-    "elastic": "averaging.elastic",
-    "every": "schedules",
-    "finish": "several",
+    "easgd": "averaging.easgd",
+    "every": "schedules.fixed",
+    "finish": "core.several",
     "gossip": "averaging.gossip",
-    "growing": "schedules",
+    "growing": "schedules.growing",
     "init": "comm.joining",
-    "launch": "launching",
+    "launch": "comm.launching",
     "mean": "averaging.mean",
-    "measured": "schedules",
-    "once": "schedules",
+    "measured": "schedules.speed",
+    "once": "schedules.fixed",
     "outer": "averaging.outer",
-    "per_worker": "schedules",
+    "per_worker": "schedules.fixed",
     "probe": "theory.probe",
     "quantized": "averaging.quantized",
     "sparse": "averaging.sparse",
-    "timed": "schedules",
-    "together": "several",
+    "timed": "schedules.speed",
+    "together": "core.several",
 }
 
 __all__ = [
@@ -105,7 +108,7 @@ __all__ = [
     "TorchDistributed",
     "UsageError",
     "Work",
-    "elastic",
+    "easgd",
     "every",
     "finish",
     "gossip",

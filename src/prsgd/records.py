@@ -1,16 +1,32 @@
-"""What is known of an average once it is over: one record per round."""
+"""What is written down of a run: a record for each average, evaluations, how it ended. Needs no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
-from torch import Tensor
 
-from prsgd.trace import Modelled
+@dataclass(frozen=True)
+class Modelled:
+    """What a round would have taken on a modelled cluster, in seconds; one entry per worker."""
+
+    seconds: float
+    """Since the start, when the last worker went on."""
+    computing: tuple[float, ...]
+    waiting: tuple[float, ...]
+    """For the others to close their rounds."""
+    communicating: tuple[float, ...]
+    """Waiting for the transfer, and copying."""
+    hidden: tuple[float, ...]
+    """Of the transfer, while it computed."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Modelled:
+        """Back from ``dataclasses.asdict``, or from JSON."""
+        seconds, *parts = (values[field.name] for field in fields(cls))
+        return cls(float(seconds), *(tuple(map(float, part)) for part in parts))
 
 
 @dataclass(frozen=True)
@@ -92,21 +108,44 @@ class Totals:
         self.copy_seconds += record.copy_seconds
 
 
-@dataclass
-class Tally:
-    """What one worker logged in one round. The loss stays a tensor until an average asks: logging never waits."""
+@dataclass(frozen=True)
+class Evaluation:
+    """The consensus of all workers, looked at between two epochs."""
 
-    loss: float | Tensor = 0.0
-    losses: int | Tensor = 0
-    samples: int = 0
+    epoch: float
+    step: int
+    """Of each worker; where workers differ, the step at which this epoch would end if they did not."""
+    train_loss: float
+    """Of up to 5,000 training samples as they are, without augmentation."""
+    test_loss: float
+    test_accuracy: float | None
+    seconds: float
+    """Of training so far, evaluations left out."""
+    modelled_seconds: float | None = None
+    """The same on a modelled cluster."""
 
-    def add(self, loss: float | Tensor | None, samples: int) -> None:
-        """A loss that is not finite is left out: it would spoil all workers' mean."""
-        if isinstance(loss, Tensor):
-            finite = loss.isfinite()
-            self.loss = self.loss + torch.where(finite, loss, 0.0)
-            self.losses = self.losses + finite
-        elif loss is not None and math.isfinite(loss):
-            self.loss = self.loss + float(loss)
-            self.losses = self.losses + 1
-        self.samples += samples
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    label: str
+    train_loss: float
+    test_loss: float
+    test_accuracy: float | None
+    best_test_accuracy: float | None
+    epochs: float
+    steps: int
+    rounds: int
+    bytes_sent: int
+    """Per worker."""
+    mean_drift: float | None
+    seconds: float
+    """Of training, on this machine."""
+    samples: int
+    weights_sha256: str
+    """Of the final model: two runs with the same one are the same to the last bit."""
+    first_train_loss: float = math.inf
+    """Before the first step."""
+    modelled_seconds: float | None = None
+    """Of training, on a modelled cluster."""

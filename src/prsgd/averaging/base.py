@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from prsgd.comm.base import Communicator, Work
+from prsgd.schedules.base import ByClock, Schedule, SharesSpeed
 
 Memory = Mapping[str, Any]
 """What an averaging remembers: plain numbers and tensors by name."""
@@ -150,6 +151,12 @@ class Setting:
     """Does the schedule need the seconds that every worker takes for a step?"""
     by_clock: bool = False
     """Do its rounds last so many seconds?"""
+
+    @classmethod
+    def of(cls, schedule: Schedule, num_workers: int, overlap: int, optimizer_state: str) -> Setting:
+        """With what the schedule brings along."""
+        kinds = isinstance(schedule, SharesSpeed), isinstance(schedule, ByClock)
+        return cls(num_workers, overlap, optimizer_state, *kinds)
 
 
 class Averaging(ABC):

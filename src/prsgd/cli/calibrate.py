@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prsgd.cli.parser import Parser, fail, path, refusing
 
 if TYPE_CHECKING:
-    from prsgd.cluster import Cluster
+    from prsgd.cluster.model import Cluster
 
 MOST_STEPS = 10**9
 
@@ -26,12 +25,13 @@ def add(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with refusing("calibrate"):
-        from prsgd import running
         from prsgd._check import whole_number
-        from prsgd.cluster import write
-        from prsgd.config import Config
+        from prsgd.cluster.model import write
+        from prsgd.comm import job
+        from prsgd.comm.launching import launch
         from prsgd.errors import LaunchError
-        from prsgd.launching import launch
+        from prsgd.lab import running
+        from prsgd.lab.config import Config
 
         whole_number("steps", args.steps, at_least=24, at_most=MOST_STEPS)
         processes = whole_number("processes", args.processes, at_least=1, at_most=running.MOST_PROCESSES)
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
         running.check(config)
         if args.out.is_dir() or not args.out.parent.is_dir():
             raise ValueError(f"out must be a file in a folder that is there, got {args.out}")
-    if running.under_torchrun():
+    if job.find() is not None:
         found: Cluster = measure(config, args.steps)
-        if os.environ["RANK"] != "0":
+        if not job.is_first():
             return 0
     else:
         try:
@@ -61,8 +61,9 @@ def measure(config: Any, steps: int) -> Cluster:
     import torch
 
     import prsgd
-    from prsgd import feed, tasks
-    from prsgd.calibration import calibrate
+    from prsgd import tasks
+    from prsgd.cluster.calibration import calibrate
+    from prsgd.lab import feed
 
     torch.set_num_threads(1)
     task = tasks.find(config.task)

@@ -17,7 +17,7 @@ from prsgd.cli.options import RUN, add_place_options, add_run_options, merged, n
 from prsgd.cli.parser import Parser, fail, refusing
 
 if TYPE_CHECKING:
-    from prsgd.config import Config
+    from prsgd.lab.config import Config
 
 PERIODS = [1, 4, 8, 16, 32]
 SEEDS = [3]
@@ -38,10 +38,10 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     with refusing("compare"):
         configs, folder, at_once = _ask(args)
-    from prsgd import running
     from prsgd.cli.display import Display, number_of
     from prsgd.cli.running import STOPPED, failing, interruptible
-    from prsgd.jobs import Failure
+    from prsgd.lab import running
+    from prsgd.lab.pool import Failure
 
     names = [f"{c.label}, seed {c.seed}" for c in configs]
     print(f"{_what(configs)}: {number_of(len(configs), 'run')} in {folder}", file=sys.stderr)
@@ -100,8 +100,9 @@ def _report(folder: Path, as_json: bool, bad: list[str]) -> str:
 
 def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
     """The runs, their folder and how many at a time. All that can be wrong is found here."""
-    from prsgd import events, folders, running
     from prsgd._check import whole_number
+    from prsgd.lab import events, running
+    from prsgd.lab import folder as folders
 
     given = merged(args, (*RUN, "seeds", "jobs"))
     if given.get("method") in ("all", ["all"]) and given.get("cluster") is None and given.get("processes", 1) == 1:
@@ -139,8 +140,8 @@ def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
 
 def variants(given: dict[str, Any]) -> list[Config]:
     """Every method with every period and overlap, for every seed; methods without a period once."""
-    from prsgd import methods
-    from prsgd.config import Config
+    from prsgd.lab import methods
+    from prsgd.lab.config import Config
 
     values = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
     names = values.pop("method", ["pr-sgd"])

@@ -20,7 +20,7 @@ def add(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with refusing("data"):
-        from prsgd import datasets
+        from prsgd.data import datasets
 
         if args.action == "list":
             print("digits         embedded  handwritten digits 8x8 (Alpaydin, Kaynak 1998)")

@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from prsgd.experiment import Progress, Summary
+    from prsgd.lab.run import Progress
+    from prsgd.records import Summary
 
 LINE_SECONDS = 10.0
 """Between two plain lines of one run."""

@@ -8,7 +8,7 @@ import textwrap
 from typing import Any
 
 from prsgd.cli.parser import Parser, refusing
-from prsgd.methods import METHODS, Method, Settings, find
+from prsgd.lab.methods import METHODS, Method, Settings, find
 
 WIDTH = 80
 MOST_WORKERS = 1000

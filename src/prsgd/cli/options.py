@@ -11,7 +11,7 @@ from typing import Any
 from prsgd import _toml
 from prsgd._check import shown
 from prsgd.cli.parser import Parser, path
-from prsgd.methods import METHODS
+from prsgd.lab.methods import METHODS
 from prsgd.tasks import MODULES
 
 RUN = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prsgd._check import MOST_SHOWN, nearest
+from prsgd.comm import job
 from prsgd.errors import PrsgdError
 
 
@@ -85,6 +85,6 @@ def refusing(command: str) -> Iterator[None]:
 
 
 def fail(command: str, message: str, *, code: int) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":  # under torchrun all say the same
+    if job.is_first():  # under torchrun all say the same
         print(f"prsgd {command}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         from prsgd import cluster as clusters
         from prsgd import units
         from prsgd._check import whole_number
-        from prsgd.links import Link
+        from prsgd.comm.links import Link
         from prsgd.theory.plan import MOST_WORKERS, make_plan
 
         whole_number("workers", args.workers, at_least=1, at_most=MOST_WORKERS)

@@ -15,7 +15,7 @@ from prsgd.tasks import MODULES
 if TYPE_CHECKING:
     from torch import nn
 
-    from prsgd.config import Config
+    from prsgd.lab.config import Config
     from prsgd.tasks.base import Data, Task
     from prsgd.theory.probe import Probed
 
@@ -38,9 +38,9 @@ def add(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with refusing("probe"):
-        from prsgd import running
         from prsgd._check import whole_number
-        from prsgd.config import Config
+        from prsgd.lab import running
+        from prsgd.lab.config import Config
 
         whole_number("looks", args.looks, at_least=2, at_most=MOST_LOOKS)
         config = Config(
@@ -67,7 +67,8 @@ def _walk(config: Config, looks: int) -> Probed:
     """Train one worker, and look at the start, at the end and in between."""
     import torch
 
-    from prsgd import feed, tasks
+    from prsgd import tasks
+    from prsgd.lab import feed
     from prsgd.theory.probe import merged, probe
 
     torch.set_num_threads(1)

@@ -13,8 +13,8 @@ from types import FrameType
 
 from prsgd.cli.parser import fail
 from prsgd.errors import DivergedError, LaunchError, PrsgdError
-from prsgd.experiment import Stopped
-from prsgd.running import last_line, note_failure
+from prsgd.lab.run import Stopped
+from prsgd.lab.running import last_line, note_failure
 
 STOPPED = 130
 """Exit code after Ctrl-C."""

@@ -15,9 +15,9 @@ def add(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with refusing("timeline"):
-        from prsgd import trace
         from prsgd._check import whole_number
         from prsgd.cli.display import number_of
+        from prsgd.clocks import trace
         from prsgd.report import figures, timeline
         from prsgd.report.read import read
         from prsgd.report.series import names, order

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prsgd.cli.options import RUN, add_place_options, add_run_options, merged, new_folder
 from prsgd.cli.parser import Parser, refusing
+from prsgd.comm import job
 
 if TYPE_CHECKING:
-    from prsgd.config import Config
-    from prsgd.experiment import Summary
+    from prsgd.lab.config import Config
+    from prsgd.records import Summary
 
 
 def add(parser: Parser) -> None:
@@ -29,10 +29,10 @@ def run(args: argparse.Namespace) -> int:
         config, folder, begun = _ask(args)
     from prsgd.cli.display import Display
     from prsgd.cli.running import STOPPED, failing, interruptible
-    from prsgd.experiment import Stopped
-    from prsgd.running import finished_run, train
+    from prsgd.lab.run import Stopped
+    from prsgd.lab.running import finished_run, train
 
-    first = os.environ.get("RANK", "0") == "0"
+    first = job.is_first()
     summary = finished_run(folder) if begun else None
     if summary is not None:
         print(f"{folder} was finished already", file=sys.stderr)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _tell(config: Config, folder: Path, summary: Summary, as_json: bool) -> int:
     from prsgd.cli.display import duration
-    from prsgd.experiment import MODEL
+    from prsgd.lab.run import MODEL
 
     if as_json:
         print(json.dumps({"folder": str(folder), "config": dataclasses.asdict(config), **dataclasses.asdict(summary)}))
@@ -74,9 +74,10 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
     """What is to be trained, where, and whether it was begun before. All that can be wrong is found here."""
     import torch
 
-    from prsgd import events, folders, running
-    from prsgd.config import Config
-    from prsgd.experiment import prepare
+    from prsgd.lab import events, running
+    from prsgd.lab import folder as folders
+    from prsgd.lab.config import Config
+    from prsgd.lab.run import prepare
 
     torch.set_num_threads(1)
     running.plain_warnings()
@@ -95,15 +96,16 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
     else:
         config = Config.from_dict(given).resolve()
         folder = args.out or new_folder(f"{config.task}-{config.folder_name}")
-    if running.under_torchrun():
-        config = running.as_under_torchrun(config)
+    ours = job.find()
+    if ours is not None:  # torchrun has a process count of its own
+        config = dataclasses.replace(config, processes=ours.size).resolve()
     running.check(config)
     running.warn_about([config])
     if args.resume is not None:
         running.finished_run(folder)
-    if running.under_torchrun():
+    if ours is not None:
         folder = running.join_torchrun(folder)
-    first = os.environ.get("RANK", "0") == "0"
+    first = job.is_first()
     if first:
         folders.claim(folder, marker="config.json", resume=args.resume is not None, overwrite=args.overwrite)
         if args.resume is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prsgd._check import one_of, whole_number
 from prsgd.comm.base import Communicator, Done, Route, Work
-from prsgd.links import SHAPES, bytes_of_sum
+from prsgd.comm.links import SHAPES, bytes_of_sum
 
 
 class InProcess(Communicator):

@@ -1,19 +1,33 @@
-"""Joining a job: the one place that reads torchrun's environment."""
+"""Joining a job: the process group that torchrun's processes make, and the communicator over it."""
 
 from __future__ import annotations
 
 import os
 import socket
+import warnings
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in torch's own export list
 
-from prsgd import comm as communicators
+from prsgd.comm import job
 from prsgd.comm.base import Communicator
+from prsgd.comm.in_process import InProcess
+from prsgd.comm.torch_distributed import TorchDistributed
 
-_LOOPBACK = ("127.", "localhost", "::1")
+
+def current(num_workers: int | None = None, *, timeout_seconds: float = 600.0) -> Communicator:
+    """The communicator of the running process group, or of this process alone if there is none."""
+    if dist.is_available() and dist.is_initialized():
+        return TorchDistributed(num_workers=num_workers, timeout_seconds=timeout_seconds)
+    if dist.is_available() and dist.is_torchelastic_launched():
+        warnings.warn(
+            "torchrun started this process but no process group is up, so it trains alone: call prsgd.init() first",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return InProcess(1 if num_workers is None else num_workers)
 
 
 def init(*, backend: str | None = None, timeout_seconds: float = 600.0) -> Communicator:
@@ -28,27 +42,26 @@ def init(*, backend: str | None = None, timeout_seconds: float = 600.0) -> Commu
     >>> prsgd.init().num_workers  # no torchrun
     1
     """
-    if dist.is_available() and not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-        one_machine = address.startswith(_LOOPBACK) or os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-        if one_machine:
+    ours = job.find()
+    if dist.is_available() and not dist.is_initialized() and ours is not None:
+        if ours.on_one_machine:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo reads it when it opens its sockets
         if backend is None:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
         if backend == "nccl":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            torch.cuda.set_device(ours.local_rank)
         limit = timedelta(seconds=timeout_seconds)
-        store = _store(address, port, size, serve=serve, loopback=one_machine, timeout=limit)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    return communicators.current(timeout_seconds=timeout_seconds)
+        dist.init_process_group(
+            backend, store=_store(ours, timeout=limit), rank=ours.rank, world_size=ours.size, timeout=limit
+        )
+    return current(timeout_seconds=timeout_seconds)
 
 
-def _store(address: str, port: int, size: int, *, serve: bool, loopback: bool, timeout: timedelta) -> TCPStore:
-    if not (serve and loopback):
-        return TCPStore(address, port, size, serve, timeout, wait_for_workers=False)
-    return loopback_store(port, size, timeout=timeout)
+def _store(ours: job.Job, *, timeout: timedelta) -> TCPStore:
+    serve = ours.rank == 0 and not ours.has_store
+    if not (serve and ours.on_one_machine):
+        return TCPStore(ours.address, ours.port, ours.size, serve, timeout, wait_for_workers=False)
+    return loopback_store(ours.port, ours.size, timeout=timeout)
 
 
 def loopback_store(port: int, size: int, *, timeout: timedelta) -> TCPStore:

@@ -21,9 +21,9 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  
 from prsgd._check import one_of, positive, whole_number
 from prsgd.comm.base import Communicator, Route, Then, Work, hosted_range
 from prsgd.comm.connection import Connection
+from prsgd.comm.links import SHAPES, bytes_of_sum
 from prsgd.comm.works import Errand, Pending, PendingAll
 from prsgd.errors import UsageError
-from prsgd.links import SHAPES, bytes_of_sum
 
 T = TypeVar("T", bound="dist.Work | Future[None] | list[dist.Work]")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from prsgd.methods import METHODS
+from prsgd.lab.methods import METHODS
 from prsgd.report.curves import follows_recipe
 from prsgd.report.read import Run
 from prsgd.report.series import Group, differing

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from prsgd.recipe import LR_DROPS
+from prsgd.lab.recipe import LR_DROPS
 from prsgd.report.read import Average, Run
 from prsgd.report.series import Group
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from prsgd import _json
 from prsgd._check import shown, whole_number
-from prsgd.methods import METHODS, label
-from prsgd.trace import Modelled, Span
-from prsgd.trace import read as read_trace
+from prsgd.clocks.trace import Span
+from prsgd.clocks.trace import read as read_trace
+from prsgd.lab.methods import METHODS, label
+from prsgd.records import Modelled
 
 
 @dataclass(frozen=True)

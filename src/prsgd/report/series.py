@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from prsgd._check import one_of
-from prsgd.methods import METHODS
+from prsgd.lab.methods import METHODS
 from prsgd.report.read import Run
 
 _TELLING = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prsgd.trace import Share, Span, shares, split
+from prsgd.clocks.trace import Share, Span, shares, split
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

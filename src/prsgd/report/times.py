@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from prsgd.clocks.trace import Share, shares, split
 from prsgd.report.read import Run
 from prsgd.report.series import Group
 from prsgd.report.timeline import ROUNDS, Timeline, timeline
-from prsgd.trace import Share, shares, split
 
 MOST_GROUPS = 6
 """With a timeline of their own."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from prsgd import datasets
+from prsgd.data import datasets
 from prsgd.tasks.base import Data, Task
 from prsgd.tasks.resnet import resnet
 

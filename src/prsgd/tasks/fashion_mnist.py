@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from prsgd import datasets
+from prsgd.data import datasets
 from prsgd.tasks.base import Data, Task
 
 

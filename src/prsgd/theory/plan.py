@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 from prsgd import units
 from prsgd._check import positive, whole_number, within
-from prsgd.links import Link
+from prsgd.comm.links import Link
 from prsgd.theory.bounds import (
     Bound,
     Problem,

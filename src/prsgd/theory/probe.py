@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from prsgd._check import whole_number
-from prsgd.fleet import random_state, set_random_state
+from prsgd.replicas.fleet import random_state, set_random_state
 from prsgd.theory.bounds import Problem
 
 LossFn = Callable[[Any, Any], Tensor]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prsgd._check import positive, whole_number
-from prsgd.schedules import Now, growing
+from prsgd.schedules.base import Now
+from prsgd.schedules.growing import growing
 
 
 def growing_rounds(

@@ -1,0 +1,45 @@
+"""The job that this process belongs to, as torchrun tells it: the one place that reads its environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+_LOOPBACK = ("127.", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Who this process is among those that were started together."""
+
+    rank: int
+    size: int
+    local_rank: int
+    address: str
+    port: int
+    on_one_machine: bool
+    has_store: bool
+    """Is there a store that torchrun's agent serves?"""
+
+
+def find() -> Job | None:
+    """The job of torchrun, or of whoever sets the same variables; None: this process is alone."""
+    env = os.environ
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    size, address = int(env["WORLD_SIZE"]), env.get("MASTER_ADDR", "127.0.0.1")
+    return Job(
+        rank=int(env["RANK"]),
+        size=size,
+        local_rank=int(env.get("LOCAL_RANK", "0")),
+        address=address,
+        port=int(env.get("MASTER_PORT", "29500")),
+        on_one_machine=address.startswith(_LOOPBACK) or env.get("LOCAL_WORLD_SIZE") == str(size),
+        has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def is_first() -> bool:
+    """Does this process speak for its job?"""
+    job = find()
+    return job is None or job.rank == 0

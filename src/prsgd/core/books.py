@@ -1,0 +1,178 @@
+"""The books of a run: what workers log, and one record per average.
+
+Numbers that need all processes (drift, mean loss, samples) are summed with the *next* average, so a record stays
+incomplete until that one's header arrives.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from prsgd._check import whole_number
+from prsgd.averaging.base import Sums
+from prsgd.core.worker import Worker
+from prsgd.records import Record, Totals
+
+KEPT = 10_000
+"""Records that are kept in memory, the newest; about 1 kB each."""
+
+
+class Ledger:
+    """The records of this process, and the hosted workers' share in the next one."""
+
+    def __init__(self, workers: Sequence[Worker], on_record: Callable[[Record], None] | None) -> None:
+        self._workers, self._on_record = workers, on_record
+        self.records: deque[Record] = deque(maxlen=KEPT)
+        self.totals = Totals()
+        self.round = 0
+        self._incomplete: Record | None = None
+        self._deferred: list[tuple[Record, Sums]] = []
+        """Records that wait until all workers meet, with the hosted workers' own numbers."""
+        self._drift = 0.0
+        self._drifts = 0
+        self._counts = (0, 0)
+        self._still = 0
+        """Averages in a row that found all workers' models alike although they had taken steps."""
+        self._logs_first: bool | None = None
+        self.saved = False
+        """Was the state saved since the last average?"""
+
+    def log(self, loss: float | Tensor | None, samples: int | Sequence[int]) -> None:
+        """Add to the round that each worker's step belongs to."""
+        n = len(self._workers)
+        losses = _per_worker("loss", loss.detach() if isinstance(loss, Tensor) else loss, n)
+        counts = [whole_number("samples", count, at_least=0) for count in _per_worker("samples", samples, n)]
+        if self._logs_first is None:
+            self._logs_first = all(w.steps == 0 for w in self._workers)
+        for w, value, count in zip(self._workers, losses, counts):
+            if not (w.takes_part if not self._logs_first else not w.done and not w.waits):
+                continue  # a fleet's worker that waits
+            in_last_round = w.steps + self._logs_first <= w.opened_at and not w.last_sent
+            (w.last if in_last_round else w.now).add(value, count)
+            w.samples += count
+
+    def numbers(self) -> Sums:
+        """What travels of the last average: the hosted workers' drift, losses and samples."""
+        return Sums(
+            drift=self._drift,
+            drifts=self._drifts,
+            loss=sum(float(w.last.loss) for w in self._workers),
+            losses=sum(int(w.last.losses) for w in self._workers),
+            saved=sum(not w.done for w in self._workers) if self.saved else 0,
+            samples=sum(w.last.samples for w in self._workers),
+        )
+
+    def enter(self, record: Record, drift: float, drifts: int, counts: tuple[int, int]) -> None:
+        """An average has landed on all hosted workers; their squared distances from it add up to ``drift``.
+
+        ``counts``: how many of the hosted workers counted in it, and how many were not finite.
+        """
+        self.round, self._counts = record.round, counts
+        self._incomplete, self._drift, self._drifts = record, drift, drifts
+
+    def complete(self, sums: Sums, step_seconds: tuple[float, ...] | None = None) -> None:
+        """The last average's numbers came with this header."""
+        if self._incomplete is None:
+            return
+        record = replace(
+            self._incomplete,
+            drift=sums.drift / sums.drifts if sums.drifts and math.isfinite(sums.drift) else None,
+            loss=sums.loss / sums.losses if sums.losses else None,
+            samples=sums.samples,
+            step_seconds=step_seconds,
+        )
+        self._incomplete = None
+        self.records.append(record)
+        self.totals.add(record)
+        self._watch(record)
+        if self._on_record is not None:
+            self._on_record(record)
+
+    def _watch(self, record: Record) -> None:
+        """Workers whose models are alike to the last bit before they are averaged have nothing to average."""
+        still = record.drift == 0 and record.workers > 1 and record.period > 0 and record.lr > 0
+        self._still = self._still + 1 if still else 0
+        if self._still == 2 and self._workers[0].id == 0:
+            warnings.warn(
+                f"rounds {record.round - 1} and {record.round}: all workers' models were alike to the last bit before "
+                "they were averaged. Is DistributedDataParallel (or a trainer's ddp strategy) left on, so that "
+                "gradients still travel at every step? Or do all workers get the same batches? Use the model without "
+                "DDP, and give each worker its own part of the data",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def defer(self, own: Sums) -> None:
+        """The last average's numbers are the hosted workers' ``own`` so far: they are summed when all meet."""
+        if self._incomplete is not None:
+            counted, bad = self._counts
+            self._deferred.append((self._incomplete, own._replace(workers=counted, bad=bad)))
+            self._incomplete = None
+
+    @property
+    def deferred(self) -> range:
+        """The rounds of the records that wait until all meet."""
+        end = self.round + 1 if self._incomplete is None else self._incomplete.round
+        return range(end - len(self._deferred), end)
+
+    def own(self, rounds: range) -> list[Sums]:
+        """What the hosted workers have to tell of these deferred records."""
+        return [own for record, own in self._deferred if record.round in rounds]
+
+    def settle(self, totals: Sequence[Sums]) -> None:
+        """All workers' numbers for the oldest deferred records."""
+        settled, self._deferred = self._deferred[: len(totals)], self._deferred[len(totals) :]
+        newest = self._incomplete
+        for (record, _), sums in zip(settled, totals):
+            self._incomplete = replace(record, workers=round(sums.workers), bad_workers=round(sums.bad))
+            self.complete(sums)
+        self._incomplete = newest
+
+    @property
+    def is_complete(self) -> bool:
+        return self._incomplete is None
+
+    @property
+    def last(self) -> Record | None:
+        return self.records[-1] if self.records else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "round": self.round,
+            "drift": self._drift,
+            "drifts": self._drifts,
+            "counts": list(self._counts),
+            "logs_first": self._logs_first,
+            "incomplete": None if self._incomplete is None else asdict(self._incomplete),
+            "deferred": [[asdict(record), list(own)] for record, own in self._deferred],
+            "last": None if self.last is None else asdict(self.last),
+            "totals": asdict(self.totals),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.round, self._drift, self._drifts = state["round"], state["drift"], state["drifts"]
+        self._logs_first = state["logs_first"]
+        counted, bad = state["counts"]
+        self._counts = (counted, bad)
+        self._incomplete = None if state["incomplete"] is None else Record.from_dict(state["incomplete"])
+        self._deferred = [(Record.from_dict(record), Sums(*own)) for record, own in state["deferred"]]
+        self.records = deque([] if state["last"] is None else [Record.from_dict(state["last"])], KEPT)
+        self.totals = Totals(**state["totals"])
+
+
+def _per_worker(name: str, value: Any, n: int) -> list[Any]:
+    """One value for each hosted worker: a single one is everybody's."""
+    if value is None or isinstance(value, Real) or (isinstance(value, Tensor) and value.dim() == 0):
+        return [value] * n
+    values = value.tolist() if isinstance(value, Tensor) else value
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != n:
+        raise ValueError(f"{name} must be one number or one per hosted worker ({n}), got {value!r}")
+    return list(values)

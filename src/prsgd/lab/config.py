@@ -1,0 +1,208 @@
+"""What a run is: everything that its numbers depend on, checked before anything is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prsgd import cluster as clusters
+from prsgd import tasks
+from prsgd._check import from_zero_to, nearest, one_of, positive, shown, whole_number
+from prsgd.averaging.base import Setting
+from prsgd.data import splits
+from prsgd.lab import methods
+from prsgd.lab.recipe import LR_DROPS
+
+LARGEST = 1e30
+"""Of what is multiplied with float32 numbers."""
+MOST = 10**12
+"""Of what is counted, steps above all: more would not end within anybody's life."""
+MOST_WORKERS = 10_000
+"""In one simulation; some averagings keep a number for each pair of them."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run. What is None is filled in by ``resolve``, from the task and the method.
+
+    >>> config = Config(task="digits", period=4).resolve()
+    >>> config.model, config.batch_size, config.epochs, config.lr, config.momentum
+    ('mlp', 8, 40, 0.1, 0.9)
+    """
+
+    task: str = "digits"
+    model: str | None = None
+    method: str = "pr-sgd"
+    workers: int = 8
+    period: int | None = None
+    """8, where the method has one."""
+    overlap: int | None = None
+    """The method's own."""
+    epochs: int | None = None
+    steps: int | None = None
+    """Instead of epochs: steps of each worker."""
+    batch_size: int | None = None
+    """Of each worker."""
+    lr: float | None = None
+    momentum: float | None = None
+    weight_decay: float = 0.0
+    split: str = "iid"
+    seed: int = 0
+    processes: int = 1
+    cluster: str | None = None
+    """A modelled one, by name or file; with as many processes as workers, played by sleeping."""
+    seconds: float | None = None
+    """Of a round by the clock; PERIOD steps of the cluster's slowest worker unless given."""
+    weights: str = "uniform"
+
+    def resolve(self) -> Config:
+        """With every choice made and checked; a ValueError names what cannot be."""
+        task, method = tasks.find(self.task), methods.find(self.method)
+        model = self.model if self.model is not None else next(iter(task.models))
+        one_of("model", model, task.models)
+        usual: dict[str, Any] = {"batch_size": 32, "lr": 0.1, "momentum": 0.9, "epochs": 10, **task.defaults}
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("epochs and steps are two ways to say how long: give one of them")
+        if self.period is not None and method.period is None:
+            raise ValueError(f"method {self.method} has no period, got {shown(self.period)}")
+        if self.seconds is not None and not method.by_clock:
+            raise ValueError(f"method {self.method} has no rounds by the clock, got seconds {shown(self.seconds)}")
+        found = dataclasses.replace(
+            self,
+            cluster=None if self.cluster is None else clusters.placed(self.cluster),
+            model=model,
+            period=self._period(method),
+            overlap=_or(self.overlap, method.overlap),
+            epochs=None if self.steps is not None else _or(self.epochs, usual["epochs"]),
+            batch_size=_or(self.batch_size, usual["batch_size"]),
+            lr=_or(self.lr, usual["lr"]),
+            momentum=_or(self.momentum, usual["momentum"]),
+        )
+        found._check()
+        floats: dict[str, Any] = {name: float(getattr(found, name)) for name in ("lr", "momentum", "weight_decay")}
+        found = dataclasses.replace(found, **floats)  # a whole number in a file stands for one
+        return dataclasses.replace(found, seconds=found._seconds()) if method.by_clock else found
+
+    def modelled(self) -> clusters.Cluster | None:
+        """The cluster; None: the machine itself."""
+        return None if self.cluster is None else clusters.load(self.cluster, self.workers)
+
+    def _period(self, method: methods.Method) -> int | None:
+        if method.by_clock and self.seconds is not None:
+            return self.period
+        return method.period if self.period is None else self.period
+
+    def _seconds(self) -> float:
+        """As given, or from the period."""
+        cluster = self.modelled()
+        if cluster is None and self.seconds is None:
+            raise ValueError(f"method {self.method} needs to know how long a round lasts: --seconds, or a --cluster")
+        if self.period is None:
+            return positive("seconds", self.seconds)
+        if cluster is None:
+            raise ValueError("seconds and period are two ways to say how long a round lasts: give one of them")
+        seconds = float(f"{self.period * cluster.slowest_step_seconds:.6g}")
+        if self.seconds not in (None, seconds):
+            raise ValueError(
+                f"seconds and period are two ways to say how long a round lasts: period {self.period} on this cluster "
+                f"is {seconds:g}, got {self.seconds:g}"
+            )
+        return seconds
+
+    def _check(self) -> None:
+        whole_number("workers", self.workers, at_least=1, at_most=MOST_WORKERS)
+        for name in ("period", "epochs", "steps", "batch_size", "processes"):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), at_least=1, at_most=MOST)
+        whole_number("overlap", self.overlap, at_least=0, at_most=MOST)
+        if whole_number("seed", self.seed, at_least=0) >= 2**63:
+            raise ValueError(f"seed must be below 2^63, got {shown(self.seed)}")
+        if positive("lr", self.lr) > LARGEST:
+            raise ValueError(f"lr must be at most {LARGEST:g}, got {self.lr!r}")
+        from_zero_to("momentum", self.momentum, 1.0)
+        from_zero_to("weight_decay", self.weight_decay, LARGEST)
+        splits.parse(self.split)
+        if one_of("weights", self.weights, ("uniform", "steps")) != "uniform" and not methods.find(self.method).weighs:
+            raise ValueError(f"method {self.method} counts all workers alike, got weights {self.weights}")
+        if self.modelled() is not None and self.processes not in (1, self.workers):
+            raise ValueError(
+                f"processes must be 1, or one per worker ({self.workers}), with a cluster, got {self.processes}"
+            )
+        if self.seconds is not None:
+            positive("seconds", self.seconds)
+        self._check_uneven()
+        if self.processes > self.workers:
+            raise ValueError(f"processes must be at most the number of workers {self.workers}, got {self.processes}")
+        assert self.overlap is not None
+        parts = self.parts()
+        parts.schedule.check(self.workers, self.overlap)
+        if parts.optimizer_state == "average" and self.overlap > 1:
+            raise ValueError(f"overlap must be 0 or 1 with method {self.method}, got {self.overlap}")
+        try:
+            parts.averaging.check(Setting.of(parts.schedule, self.workers, self.overlap, parts.optimizer_state))
+        except ValueError as error:
+            raise ValueError(f"method {self.method}: {error}") from None
+
+    def _check_uneven(self) -> None:
+        """In several processes an evaluation must find its place between two averages, the same in all of them."""
+        method = methods.find(self.method)
+        if self.processes == 1 or not method.uneven or not self.overlap:
+            return
+        if method.by_clock:
+            raise ValueError(f"overlap must be 0 with method {self.method} in several processes, got {self.overlap}")
+        if self.period is not None and self.overlap >= self.period:
+            raise ValueError(
+                f"overlap must be below the period {self.period} with method {self.method} in several processes, "
+                f"got {self.overlap}"
+            )
+
+    def parts(self) -> methods.Parts:
+        assert self.lr is not None
+        given = methods.Settings(self.period or 1, self.lr, self.seconds or 1.0, self.weights, self.seed)
+        return methods.find(self.method).build(given)
+
+    @property
+    def label(self) -> str:
+        """What tells this run from others: the method, and its period if it has one."""
+        return methods.label(self.method, period=self.period, seconds=self.seconds, overlap=self.overlap)
+
+    @property
+    def folder_name(self) -> str:
+        """Of this run among those that it is compared with."""
+        return f"{self.label.replace(' ', '-')}-seed-{self.seed}"
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        """Unknown keys and wrong types are refused."""
+        kinds = {f.name: f.type for f in dataclasses.fields(cls)}
+        for key, value in values.items():
+            name = key.replace("-", "_")
+            if name not in kinds:
+                raise ValueError(f"unknown key {key!r}{nearest(name, kinds)}")
+            wanted = str(kinds[name])
+            if "str" in wanted and not isinstance(value, str | None):
+                raise ValueError(f"{key} must be a text, got {shown(value)}")
+            if value is None and "None" not in wanted:
+                raise ValueError(f"{key} must have a value")
+        return cls(**{key.replace("-", "_"): value for key, value in values.items()})
+
+
+def lr_at(config: Config, step: int, num_steps: int) -> float:
+    """The recipe: lr, divided by 10 at 1/2 and again at 11/12 of the run.
+
+    >>> [lr_at(Config(lr=0.1), step, 24) for step in (0, 11, 12, 21, 22)]
+    [0.1, 0.1, 0.01, 0.01, 0.001]
+    """
+    assert config.lr is not None
+    drops = sum(step >= fraction * num_steps for fraction in LR_DROPS)
+    return config.lr / (1, 10, 100)[drops]
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

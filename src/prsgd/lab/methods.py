@@ -1,0 +1,200 @@
+"""The methods by name: each is a choice of parts. A new one is a row here; the rest of the package reads the table.
+
+The parts are named through ``prsgd``, which loads them when a row is built: reading the table needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import prsgd
+from prsgd._check import one_of
+
+if TYPE_CHECKING:
+    from prsgd.averaging.base import Averaging
+    from prsgd.schedules.base import Schedule
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What ``LocalSGD`` is given."""
+
+    schedule: Schedule
+    averaging: Averaging
+    optimizer_state: str = "keep"
+
+    def __str__(self) -> str:
+        state = "" if self.optimizer_state == "keep" else f', optimizer_state="{self.optimizer_state}"'
+        return f"{_typed(self.schedule)} + {_typed(self.averaging)}{state}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a method is made from; it uses what it needs."""
+
+    period: int = 8
+    lr: float = 0.1
+    seconds: float = 1.0
+    """Of a round by the clock."""
+    weights: str = "uniform"
+    """How much each worker counts: "uniform", or by its "steps"."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table."""
+
+    words: str
+    """What it does, as a sentence for whoever has not heard of it."""
+    reference: str
+    build: Callable[[Settings], Parts]
+    period: int | None = 8
+    """Unless another is given; None: it has no period."""
+    overlap: int = 0
+    """Unless another is given."""
+    by_clock: bool = False
+    """Does a round last so many seconds?"""
+    uneven: bool = False
+    """Do workers take different numbers of steps?"""
+    keeps_lr: bool = True
+    """Is the lr left to the recipe? Else the schedule sets it, below the lr that is given."""
+    weighs: bool = True
+    """Can workers count by their steps?"""
+
+
+METHODS = {
+    "minibatch-sgd": Method(
+        "Parallel mini-batch SGD: the workers average after every step. What the paper compares with.",
+        "Dekel et al. 2012",
+        lambda given: Parts(prsgd.every(1), prsgd.mean(given.weights)),
+        period=None,
+    ),
+    "pr-sgd": Method(
+        "Parallel Restarted SGD, also called local SGD: every worker takes as many steps on its own as the "
+        "period says, then all restart from the average of their models (Algorithm 1).",
+        "Yu, Yang, Zhu 2019",
+        lambda given: Parts(prsgd.every(given.period), prsgd.mean(given.weights)),
+    ),
+    "pr-sgd-growing": Method(
+        "PR-SGD with rounds that grow while the lr falls as N / s^(2/3), at most the lr given (Algorithm 2).",
+        "Yu, Yang, Zhu 2019",
+        lambda given: Parts(prsgd.growing(lr_cap=given.lr), prsgd.mean(given.weights)),
+        period=None,
+        keeps_lr=False,
+    ),
+    "pr-sgd-timed": Method(
+        "PR-SGD whose rounds last a fixed time, PERIOD steps of the slowest worker: each takes as many steps as fit "
+        "(Algorithm 3).",
+        "Yu, Yang, Zhu 2019",
+        lambda given: Parts(prsgd.timed(given.seconds), prsgd.mean(given.weights)),
+        by_clock=True,
+        uneven=True,
+    ),
+    "pr-sgd-measured": Method(
+        "PR-SGD whose workers take steps in proportion to their measured speed, the slowest PERIOD (Algorithm 3).",
+        "Yu, Yang, Zhu 2019",
+        lambda given: Parts(prsgd.measured(given.period), prsgd.mean(given.weights)),
+        uneven=True,
+    ),
+    "pr-sgd-momentum": Method(
+        "PR-SGD that averages the optimizer's momentum along with the models.",
+        "Yu, Jin, Yang 2019",
+        lambda given: Parts(prsgd.every(given.period), prsgd.mean(given.weights), optimizer_state="average"),
+    ),
+    "one-shot": Method(
+        "The workers train on their own to the end, and their models are averaged once.",
+        "Zinkevich et al. 2010",
+        lambda given: Parts(prsgd.once(), prsgd.mean(given.weights)),
+        period=None,
+    ),
+    "d-psgd": Method(
+        "Every worker mixes its model with its two neighbours' in a ring, while it computes its gradient.",
+        "Lian et al. 2017",
+        lambda given: Parts(prsgd.every(given.period), prsgd.gossip("ring")),
+        period=1,
+        overlap=1,
+        weighs=False,
+    ),
+    "qsgd": Method(
+        "What each worker has changed travels in 4 bits a number, rounded at random so that the mean is right.",
+        "Alistarh et al. 2017",
+        lambda given: Parts(prsgd.every(given.period), prsgd.quantized(4, weights=given.weights, seed=given.seed)),
+        period=1,
+    ),
+    "terngrad": Method(
+        "What each worker has changed travels as -1, 0 or 1 times a scale, drawn at random so that the mean is right.",
+        "Wen et al. 2017",
+        lambda given: Parts(
+            prsgd.every(given.period), prsgd.quantized("ternary", weights=given.weights, seed=given.seed)
+        ),
+        period=1,
+    ),
+    "sign-sgd": Method(
+        "Of what each worker has changed only the signs travel; what they leave out is added to the next change.",
+        "Karimireddy et al. 2019",
+        lambda given: Parts(prsgd.every(given.period), prsgd.quantized("sign", weights=given.weights)),
+        period=1,
+    ),
+    "top-k": Method(
+        "Of what each worker has changed the largest hundredth travels; the rest is added to the next change.",
+        "Aji, Heafield 2017",
+        lambda given: Parts(prsgd.every(given.period), prsgd.sparse(0.01, weights=given.weights)),
+        period=1,
+    ),
+    "easgd": Method(
+        "Elastic averaging: workers keep apart, pulled towards a centre that follows their mean.",
+        "Zhang, Choromanska, LeCun 2015",
+        lambda given: Parts(prsgd.every(given.period), prsgd.easgd()),
+        weighs=False,
+    ),
+    "slowmo": Method(
+        "PR-SGD whose averages are steps of an outer optimizer with slow momentum, in units of the lr.",
+        "Wang, Tantia, Ballas, Rabbat 2020",
+        lambda given: Parts(
+            prsgd.every(given.period),
+            prsgd.outer(lr=1.0, momentum=0.7, nesterov=False, by_inner_lr=True, weights=given.weights),
+        ),
+    ),
+    "diloco": Method(
+        "PR-SGD whose averages are steps of an outer optimizer with Nesterov momentum.",
+        "Douillard et al. 2023",
+        lambda given: Parts(prsgd.every(given.period), prsgd.outer(weights=given.weights)),
+    ),
+}
+
+
+def find(name: str) -> Method:
+    """The method of this name.
+
+    >>> print(find("slowmo").build(Settings(period=8)))
+    every(8) + outer(lr=1.0, momentum=0.7, nesterov=False, by_inner_lr=True)
+    """
+    return METHODS[one_of("method", name, METHODS)]
+
+
+def label(method: str, *, period: int | None, seconds: float | None, overlap: int | None) -> str:
+    """What tells a run from others: the method, its period if it has one, an overlap that is not its own.
+
+    >>> label("pr-sgd", period=8, seconds=None, overlap=1), label("d-psgd", period=1, seconds=None, overlap=1)
+    ('pr-sgd period 8 overlap 1', 'd-psgd')
+    """
+    own = METHODS.get(method)  # a report may be of runs of another version
+    name = method
+    if period is not None and (own is None or not period == own.period == 1):
+        name += f" period {period}"
+    elif period is None and seconds is not None:
+        name += f" {seconds:g} s"
+    return name if overlap == (own.overlap if own is not None else 0) else f"{name} overlap {overlap}"
+
+
+def _typed(part: Any) -> str:
+    """A part as one would type it, without what is seldom given."""
+    words = []
+    for f in fields(part):
+        value = getattr(part, f.name)
+        if f.repr and not (f.name in ("weights", "seed", "dtype") and value == f.default):
+            words.append(f"{value!r}" if f.default is MISSING else f"{f.name}={value!r}")
+    return f"{type(part).__name__}({', '.join(words)})"

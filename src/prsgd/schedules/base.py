@@ -1,0 +1,69 @@
+"""When to average, and at which learning rate.
+
+A schedule is a value. Before each round the loop asks it, for each worker, how long the round lasts.
+The names are lower case because users read them as words: ``LocalSGD(..., schedule=every(8))``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from prsgd._check import positive, whole_number
+from prsgd.records import Record
+
+
+@dataclass(frozen=True)
+class Now:
+    """What a schedule knows when a round opens."""
+
+    worker: int
+    num_workers: int
+    round: int
+    """The round that opens, counted from 1."""
+    step: int
+    """Steps this worker has taken so far."""
+    lr: float
+    last: Record | None
+    """The newest complete record: that of the average before the last one."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round to come: it closes after ``steps`` or ``seconds``, whichever is first; neither: when the run ends.
+
+    ``lr`` None leaves the learning rate to the user.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+    lr: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is not None:
+            object.__setattr__(self, "steps", whole_number("Round.steps", self.steps, at_least=1))
+        if self.seconds is not None:
+            positive("Round.seconds", self.seconds)
+        if self.lr is not None:
+            positive("Round.lr", self.lr)
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """When to average."""
+
+    def open(self, now: Now) -> Round:
+        """How long the round ``now.round`` of worker ``now.worker`` lasts."""
+        ...
+
+    def check(self, num_workers: int, overlap: int) -> None:
+        """Raise a ValueError if this schedule cannot serve so many workers or such an overlap."""
+        ...
+
+
+class ByClock(Schedule):
+    """A schedule whose rounds last so many seconds: workers may have different numbers of steps, and of averages."""
+
+
+class SharesSpeed(Schedule):
+    """A schedule that must know every worker's seconds a step: the averages' headers carry them."""
