@@ -241,7 +241,8 @@ def rank_fleets_differ(rank: int, what: str) -> None:
         )
         state = other.start().state_dict()
         state["setup"] = local._setup()
-        state["workers"] = [{**state["workers"][0], "id": w} for w in fleet.workers]
+        for part, name in (("lane", "paces"), ("lane", "accounts"), ("lane", "waits"), ("books", "pages")):
+            state[part][name] *= len(fleet.workers)
         local.load_state_dict(state)
     local.start()
 

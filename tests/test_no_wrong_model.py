@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import prsgd
 from prsgd.averaging.base import SUMS_WIDTH, Sums
-from prsgd.core.books import KEPT, Ledger
+from prsgd.core.books import KEPT
 from tests.problems import Point, batch, itself, model, take_step
 from tests.ranks import run_ranks, try_ranks
 from tests.test_averagings import ALL
@@ -522,8 +522,8 @@ def test_a_damaged_state_is_one_line(name: str) -> None:
     """Whatever is taken away or replaced by something else, at every place."""
     averaging = copy.deepcopy(EVERY[name])
     local = started(overlap=1, averaging=averaging)
-    fleet, optimizer = local._fleet, local._optimizers[0]
-    assert fleet is not None
+    optimizer = local._hooks.optimizers[0]
+    fleet = local._host._fleet  # type: ignore[attr-defined]
     taken = dict.fromkeys(fleet.workers, 0)
     local.start()
     for _ in range(7):
@@ -600,9 +600,8 @@ def test_records_are_bounded_and_totals_are_not() -> None:
     fleet = prsgd.Fleet(Point(), 2)
     optimizer = torch.optim.SGD(fleet.parameters(), lr=1e-3)
     local = prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(1), on_record=lambda r: seen.append(r.round))
-    assert isinstance(local._ledger, Ledger)
-    assert local._ledger.records.maxlen == KEPT
-    local._ledger.records = type(local._ledger.records)(maxlen=5)
+    assert local._books.records.maxlen == KEPT
+    local._books.records = type(local._books.records)(maxlen=5)
     with local:
         for _ in range(12):
             optimizer.zero_grad()

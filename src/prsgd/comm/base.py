@@ -7,7 +7,7 @@ A communicator moves tensors between processes and knows which workers live in w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -97,6 +97,12 @@ class Communicator(Protocol):
     num_workers: int
     workers: range
     """The ids of the workers hosted in this process."""
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ids of all workers now."""
+        return range(self.num_workers)
+
     ranks: tuple[int, ...] = ()
     """The torch.distributed ranks of the processes that host the workers; empty: no process but this one."""
     timeout_seconds: float

@@ -10,26 +10,78 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from prsgd._check import whole_number
 from prsgd.averaging.base import Sums
-from prsgd.core.worker import Worker
+from prsgd.core.pace import Pace
+from prsgd.core.roll import Roll
 from prsgd.records import Record, Totals
 
 KEPT = 10_000
 """Records that are kept in memory, the newest; about 1 kB each."""
 
 
-class Ledger:
+@dataclass
+class Tally:
+    """What one worker logged in one round. The loss stays a tensor until an average asks: logging never waits."""
+
+    loss: float | Tensor = 0.0
+    losses: int | Tensor = 0
+    samples: int = 0
+
+    def add(self, loss: float | Tensor | None, samples: int) -> None:
+        """A loss that is not finite is left out: it would spoil all workers' mean."""
+        if isinstance(loss, Tensor):
+            finite = loss.isfinite()
+            self.loss = self.loss + torch.where(finite, loss, 0.0)
+            self.losses = self.losses + finite
+        elif loss is not None and math.isfinite(loss):
+            self.loss = self.loss + float(loss)
+            self.losses = self.losses + 1
+        self.samples += samples
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss": float(self.loss), "losses": int(self.losses), "samples": self.samples}
+
+
+@dataclass
+class Page:
+    """What one worker has logged."""
+
+    last: Tally = field(default_factory=Tally)
+    """In the round before the open one, whose numbers travel with the next average; and in the open one."""
+    now: Tally = field(default_factory=Tally)
+    sent: bool = False
+    """Have the numbers of the last round left?"""
+    samples: int = 0
+    """In all."""
+
+    def turn(self) -> None:
+        """The round's numbers are complete, and those of the next one begin."""
+        self.last, self.now, self.sent = self.now, Tally(), False
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"sent": self.sent, "samples": self.samples}
+        return {**own, "last": self.last.state_dict(), "now": self.now.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Page:
+        tallies = {name: Tally(**state[name]) for name in ("last", "now")}
+        return cls(sent=state["sent"], samples=state["samples"], **tallies)
+
+
+class Books:
     """The records of this process, and the hosted workers' share in the next one."""
 
-    def __init__(self, workers: Sequence[Worker], on_record: Callable[[Record], None] | None) -> None:
-        self._workers, self._on_record = workers, on_record
+    def __init__(self, hosted: int, on_record: Callable[[Record], None] | None, *, speaks: bool) -> None:
+        self._on_record, self._speaks = on_record, speaks
+        self.pages = [Page() for _ in range(hosted)]
         self.records: deque[Record] = deque(maxlen=KEPT)
         self.totals = Totals()
         self.round = 0
@@ -45,30 +97,37 @@ class Ledger:
         self.saved = False
         """Was the state saved since the last average?"""
 
-    def log(self, loss: float | Tensor | None, samples: int | Sequence[int]) -> None:
+    def log(self, loss: float | Tensor | None, samples: int | Sequence[int], paces: Sequence[Pace], roll: Roll) -> None:
         """Add to the round that each worker's step belongs to."""
-        n = len(self._workers)
+        n = len(self.pages)
         losses = _per_worker("loss", loss.detach() if isinstance(loss, Tensor) else loss, n)
         counts = [whole_number("samples", count, at_least=0) for count in _per_worker("samples", samples, n)]
         if self._logs_first is None:
-            self._logs_first = all(w.steps == 0 for w in self._workers)
-        for w, value, count in zip(self._workers, losses, counts):
-            if not (w.takes_part if not self._logs_first else not w.done and not w.waits):
+            self._logs_first = all(pace.steps == 0 for pace in paces)
+        for i, (page, pace, value, count) in enumerate(zip(self.pages, paces, losses, counts)):
+            if not (roll.may_step(i) if self._logs_first else roll.takes_part[i]):
                 continue  # a fleet's worker that waits
-            in_last_round = w.steps + self._logs_first <= w.opened_at and not w.last_sent
-            (w.last if in_last_round else w.now).add(value, count)
-            w.samples += count
+            in_last_round = pace.steps + self._logs_first <= pace.opened_at and not page.sent
+            (page.last if in_last_round else page.now).add(value, count)
+            page.samples += count
 
-    def numbers(self) -> Sums:
-        """What travels of the last average: the hosted workers' drift, losses and samples."""
+    def numbers(self, running: int) -> Sums:
+        """What travels of the last average: the hosted workers' drift, losses and samples; ``running`` have data."""
+        tallies = [page.last for page in self.pages]
         return Sums(
             drift=self._drift,
             drifts=self._drifts,
-            loss=sum(float(w.last.loss) for w in self._workers),
-            losses=sum(int(w.last.losses) for w in self._workers),
-            saved=sum(not w.done for w in self._workers) if self.saved else 0,
-            samples=sum(w.last.samples for w in self._workers),
+            loss=sum(float(tally.loss) for tally in tallies),
+            losses=sum(int(tally.losses) for tally in tallies),
+            saved=running if self.saved else 0,
+            samples=sum(tally.samples for tally in tallies),
         )
+
+    def sent(self) -> None:
+        """They have left, with an average that was launched."""
+        for page in self.pages:
+            page.sent = True
+        self.saved = False
 
     def enter(self, record: Record, drift: float, drifts: int, counts: tuple[int, int]) -> None:
         """An average has landed on all hosted workers; their squared distances from it add up to ``drift``.
@@ -100,7 +159,7 @@ class Ledger:
         """Workers whose models are alike to the last bit before they are averaged have nothing to average."""
         still = record.drift == 0 and record.workers > 1 and record.period > 0 and record.lr > 0
         self._still = self._still + 1 if still else 0
-        if self._still == 2 and self._workers[0].id == 0:
+        if self._still == 2 and self._speaks:
             warnings.warn(
                 f"rounds {record.round - 1} and {record.round}: all workers' models were alike to the last bit before "
                 "they were averaged. Is DistributedDataParallel (or a trainer's ddp strategy) left on, so that "
@@ -146,6 +205,7 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "pages": [page.state_dict() for page in self.pages],
             "round": self.round,
             "drift": self._drift,
             "drifts": self._drifts,
@@ -158,6 +218,7 @@ class Ledger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.pages = [Page.from_state(page) for page in state["pages"]]
         self.round, self._drift, self._drifts = state["round"], state["drift"], state["drifts"]
         self._logs_first = state["logs_first"]
         counted, bad = state["counts"]

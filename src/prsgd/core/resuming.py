@@ -66,3 +66,8 @@ def damage_named() -> Iterator[None]:
     except (KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
         kind = f"{error} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
         raise CheckpointError(f"the state is damaged, or no state of LocalSGD: {kind}") from None
+
+
+def saved(memory: Memory) -> dict[str, Any]:
+    """A copy of what an averaging remembers."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in memory.items()}

@@ -9,38 +9,34 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from prsgd.comm.base import Communicator
 from prsgd.errors import MismatchError
 from prsgd.replicas.buffers import is_own
 from prsgd.replicas.fleet import Fleet
-from prsgd.replicas.rows import NOT_AVERAGED_YET, Rows, trainable
+from prsgd.replicas.host import Host, OwnModel, WholeFleet
+from prsgd.replicas.rows import NOT_AVERAGED_YET
 
 
-def hosted(model: nn.Module | Fleet, comm: Communicator) -> tuple[tuple[nn.Module, ...], Rows]:
-    """The hosted workers' modules and their parameters as rows, or a ValueError."""
+def host_of(model: nn.Module | Fleet, comm: Communicator) -> Host:
+    """What this process hosts, or a ValueError."""
     for module in model.modules if isinstance(model, Fleet) else (model,):
         if isinstance(module, nn.Module):
             _check_wrappers(module, comm)
-    if isinstance(model, Fleet):
-        models = model.modules
-        rows = Rows([model.named_parameters(w) for w in model.workers], model.rows)
-    elif isinstance(model, nn.Module):
-        models, rows = (model,), Rows([trainable(model)], None)
-    else:
+    if not isinstance(model, Fleet | nn.Module):
         raise ValueError(f"model must be an nn.Module or a Fleet, got a {type(model).__name__}")
-    if len(comm.workers) != len(models):
+    host = WholeFleet(model) if isinstance(model, Fleet) else OwnModel(model)
+    if len(comm.workers) != len(host.modules):
         raise ValueError(
-            f"comm hosts {len(comm.workers)} workers in this process, the model is {len(models)}; a Fleet hosts several"
+            f"comm hosts {len(comm.workers)} workers in this process, the model is {len(host.modules)}; a Fleet hosts "
+            "several"
         )
-    return models, rows
+    return host
 
 
 def _check_wrappers(model: nn.Module, comm: Communicator) -> None:
@@ -109,68 +105,17 @@ def start_from_worker_0(comm: Communicator, models: Sequence[nn.Module]) -> None
             place += size
 
 
-def describe(model: nn.Module, *, as_it_lies: bool) -> list[str]:
-    """One line for each tensor of a model; ``as_it_lies``: with its layout in memory, as a fleet's rows travel."""
-    lines = []
+def describe(host: Host) -> list[str]:
+    """One line for each tensor of a hosted model; with its layout in memory where rows travel as they lie."""
+    lines, model = [], host.modules[0]
     for name, p in model.named_parameters():
-        layout = f" strides {list(p.stride())}" if as_it_lies and not p.is_contiguous() else ""
+        layout = f" strides {list(p.stride())}" if host.lies_in_rows and not p.is_contiguous() else ""
         lines.append(f"parameter {name!r} {_shape(p)}{layout}{'' if p.requires_grad else ' frozen'}")
     return lines + [f"buffer {name!r} {_shape(b)}" for name, b in model.named_buffers()]
 
 
 def _shape(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer whose step is the step: of a proxy, such as accelerate's, the one that it holds and steps."""
-    while not _takes_hooks(optimizer):
-        inner = getattr(optimizer, "optimizer", None)
-        if isinstance(inner, Optimizer) and hasattr(optimizer, "zero_grad"):  # an lr scheduler holds one too
-            optimizer = inner
-        elif isinstance(optimizer, Optimizer):
-            kind = type(optimizer).__name__
-            raise ValueError(
-                f"optimizer must be a torch.optim.Optimizer, {kind} has no hooks and no .optimizer with them"
-            )
-        else:
-            break
-    return optimizer
-
-
-def _takes_hooks(optimizer: Any) -> bool:
-    """Is it an optimizer of torch's own kind? A proxy may be one by class, but its constructor never ran."""
-    if not isinstance(optimizer, Optimizer):
-        return False
-    try:
-        optimizer.register_step_pre_hook(lambda *_: None).remove()
-    except AttributeError:
-        return False
-    return True
-
-
-def owners(optimizers: Sequence[Optimizer], rows: Rows) -> dict[Optimizer, list[int]]:
-    """Which hosted workers' parameters each optimizer has, or a ValueError."""
-    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizers!r}")
-    home = {id(p): i for i, named in enumerate(rows.workers) for p in named.values()}
-    owned = {o: [p for group in o.param_groups for p in group["params"] if p.requires_grad] for o in optimizers}
-    everything = {id(p) for ps in owned.values() for p in ps}
-    for named in rows.workers:
-        for name, p in named.items():
-            if id(p) not in everything:
-                raise ValueError(
-                    f"optimizer must own the model's parameters, {name!r} is in none: make the optimizer from "
-                    "model.parameters() (fleet.parameters()), or freeze the parameter with requires_grad_(False)"
-                )
-    for params in owned.values():
-        if any(id(p) not in home for p in params):
-            shape = next(list(p.shape) for p in params if id(p) not in home)
-            raise ValueError(
-                f"optimizer must own only the model's parameters, one of shape {shape} is not in the model and would "
-                "never be averaged: put both into one module, or give that parameter an optimizer of its own"
-            )
-    return {o: sorted({home[id(p)] for p in params}) for o, params in owned.items()}
 
 
 def _state(model: nn.Module) -> list[Tensor]:

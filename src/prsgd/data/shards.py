@@ -16,8 +16,8 @@ class Shards:
     """One data set dealt out to the workers; by default in equal shares, drawn anew each epoch.
 
     Every worker has the same number of steps an epoch; what is left over, less than a batch for each, waits for another
-    epoch. ``split`` is who gets what: ``iid()``, ``pool()`` or ``dirichlet(alpha)`` of ``prsgd.data.splits``. ``workers``
-    are those hosted here, as in ``fleet.workers``: the others' batches are not fetched.
+    epoch. ``split`` is who gets what: ``iid()``, ``pool()`` or ``dirichlet(alpha)`` of ``prsgd.data.splits``.
+    ``workers`` are those hosted here, as in ``fleet.workers``: the others' batches are not fetched.
 
     >>> import torch
     >>> x, y = torch.arange(10.0), torch.arange(10)

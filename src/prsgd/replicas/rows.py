@@ -75,6 +75,11 @@ class Rows:
         self._pointers = [p.data_ptr() for p in named.values()]
         self._groups = [_groups(list(named.values()), self.dtype)]
 
+    def forget_gradient(self, i: int) -> None:
+        """As if worker i had not been trained in this step."""
+        for p in self.workers[i].values():
+            p.grad = None
+
     def pack(self, i: int, out: Tensor) -> Tensor:
         """out <- x_i; returns its sum, which is finite unless a number is not (or the sum overflows)."""
         sums = []

@@ -1,0 +1,308 @@
+"""One average: snapshots -> collective -> landing.
+
+``Averages`` launches them and reads what comes back; an ``Average`` is one under way. A landing is
+``x_i += target_i - snap_i``, or the target itself where nothing has moved x_i since the snapshot.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prsgd.averaging.base import Averaging, Header, Landing, Memory
+from prsgd.clocks.base import Sent, Timekeeper
+from prsgd.comm.base import Communicator, Work
+from prsgd.core.books import Books
+from prsgd.core.pace import Landed, Pace
+from prsgd.core.roll import Account, Roll, brought
+from prsgd.core.snapshots import Boarded, Snapshots
+from prsgd.errors import DivergedError, MismatchError, PeerError
+from prsgd.records import Modelled, Record
+from prsgd.replicas.rows import subtract_from
+
+
+@dataclass
+class Average:
+    """An average that was launched."""
+
+    work: Work[Landing]
+    snap: Tensor
+    """(n, P), as launched; with overlap it becomes target - snap, worker by worker, as they land."""
+    members: int
+    """How many workers it is of."""
+    counts: tuple[bool, ...]
+    bad: tuple[bool, ...]
+    to_land: set[int]
+    """Hosted workers, by place, on which it has not landed."""
+    landing: Landing | None = None
+    """What came back, once somebody waited for it."""
+    announced: bool = False
+    """Its header was read."""
+    step: int = 0
+    period: int = 0
+    overlap: int = 0
+    wait_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    flight_seconds: float = 0.0
+    drift: float = 0.0
+    drifts: int = 0
+    pooled: tuple[Tensor, Tensor] | None = None
+    """All workers' buffers, once somebody needed them."""
+
+    @property
+    def arrived(self) -> Landing:
+        assert self.landing is not None
+        return self.landing
+
+    @property
+    def is_last(self) -> bool:
+        """Were all workers done?"""
+        return self.arrived.header.sums.done == self.members
+
+    @property
+    def is_look(self) -> bool:
+        """Was it another worker's ``consensus()``, which this process answered?"""
+        return self.arrived.header.sums.consensus > 0
+
+    @property
+    def brought_news(self) -> bool:
+        """A last handshake, in which nobody had anything new, is no average."""
+        return self.arrived.header.sums.workers > 0
+
+    def came_down(self, landed: Landed) -> None:
+        """On one of the hosted workers."""
+        self.step, self.period = max(self.step, landed.step), max(self.period, landed.period)
+        self.overlap = max(self.overlap, landed.overlap)
+
+    def record(self, *, round: int, lr: float, modelled: Modelled | None) -> Record:
+        """What is known of it here; the numbers of all processes come with the next one."""
+        sums = self.arrived.header.sums
+        return Record(
+            round=round,
+            step=self.step,
+            period=self.period,
+            overlap=self.overlap,
+            workers=int(sums.workers),
+            bad_workers=int(sums.bad),
+            bytes_sent=self.arrived.bytes_sent,
+            server_bytes_sent=self.arrived.server_bytes_sent,
+            hops=self.arrived.hops,
+            wait_seconds=self.wait_seconds,
+            copy_seconds=self.copy_seconds,
+            flight_seconds=self.flight_seconds,
+            lr=lr,
+            drift=None,
+            loss=None,
+            samples=0,
+            modelled=modelled,
+        )
+
+
+@dataclass
+class Averages:
+    """The averages of one lane. Errors leave with the round and the worker in their message."""
+
+    comm: Communicator
+    averaging: Averaging
+    snapshots: Snapshots
+    optimizer_state: str
+    paces: Sequence[Pace]
+    accounts: Sequence[Account]
+    roll: Roll
+    books: Books
+    clock: Timekeeper
+    lr: Callable[[], float]
+    shares_speed: bool
+    timeout_seconds: float
+    done_timeout_seconds: float
+    memory: Memory
+    """What the averaging remembers."""
+    apart: bool = False
+    """Did the last average have targets that differ by worker?"""
+    passes: tuple[int, ...] = ()
+    """Gradients that each hosted worker computed since the last average, where the averaging asks."""
+
+    def launch(self, answering: Sequence[int]) -> Average:
+        """Start the average of the hosted workers' snapshots; those that answer have theirs taken now."""
+        began = time.perf_counter()
+        boarded = self.snapshots.board()
+        header = self.header(boarded)
+        self.clock.launched(answering)
+        with self.named():
+            work = self.averaging.launch(self.memory, self.comm, boarded.snap, header)
+        return Average(
+            work=work,
+            snap=boarded.snap,
+            members=len(self.comm.members),
+            counts=header.counts,
+            bad=boarded.bad,
+            to_land=set(range(len(self.paces))),
+            copy_seconds=time.perf_counter() - began,
+        )
+
+    def count_passes(self) -> None:
+        """From 0, for averagings whose workers must have the same number of averages: a skipped step shows here."""
+        self.passes = (0,) * len(self.paces)
+
+    def count_pass(self) -> None:
+        """The hosted workers have one more gradient."""
+        self.passes = tuple(passes + 1 for passes in self.passes)
+
+    def wait(self, average: Average) -> Landing:
+        """What came back, as soon as it is there; its header stays unread."""
+        if average.landing is None:
+            began = time.perf_counter()
+            with self.named():
+                average.landing = average.work.wait(self.limit_seconds)
+            average.wait_seconds += time.perf_counter() - began - average.landing.copy_seconds
+            average.copy_seconds += average.landing.copy_seconds
+            average.flight_seconds = average.work.flight_seconds()
+        return average.landing
+
+    def note(self, average: Average) -> None:
+        """It was an average: keep what the averaging remembers of it, and tell the clock."""
+        landing = average.arrived
+        if not average.is_last and landing.memory is not None:
+            self.memory = landing.memory
+        if average.brought_news:
+            sent = Sent(landing.bytes_sent, landing.server_bytes_sent, landing.hops, landing.hears)
+            self.clock.arrived(sent, round=self.books.round + 1, flight_seconds=average.flight_seconds)
+
+    def land(self, i: int, average: Average) -> None:
+        """Move worker i to its target: x_i += target_i - snap_i, or the target itself if it has not moved since."""
+        began = time.perf_counter()
+        landing, bad = average.arrived, average.bad[i]
+        if bad and landing.target is None:
+            raise DivergedError(
+                f"worker {self.roll.ids[i]}: its model is not finite, and the average brought none to restart from; "
+                "lower the lr, or clip gradients"
+            )
+        if landing.target is not None:
+            self._move(i, average, landing.target, rows_apart=self._distance(i, average))
+            if self.optimizer_state == "average":
+                self.snapshots.state.write(i, landing.header.extras)
+            elif self.optimizer_state == "reset":
+                self.snapshots.state.forget(i)
+        if self.pools(average) or bad:
+            self.snapshots.buffers.write(i, self.pooled(average))
+        if bad:
+            self._tell_of_bad(i)
+        average.to_land.discard(i)
+        average.copy_seconds += time.perf_counter() - began
+
+    def _distance(self, i: int, average: Average) -> float | None:
+        """Squared, of what worker i brought from the mean, where that is not the target; None: the move tells."""
+        landing = average.arrived
+        mean = landing.mean if landing.exact is None else landing.exact
+        if not average.counts[i] or mean is None or mean is landing.target:
+            return None
+        return float((self.snapshots.brought(i, average.snap) - mean).double().square().sum())
+
+    def _move(self, i: int, average: Average, target: Tensor, rows_apart: float | None) -> None:
+        landing, rows = average.arrived, self.snapshots.rows
+        target = target if target.dim() == 1 else target[i]
+        # What was done to its model since the snapshot stays, be it a step or an edit of the user's (a mask, a clamp):
+        # x_i += target - snap_i, which in floating point is not the target itself where x_i is snap_i.
+        if not average.bad[i] and (self.accounts[i].moved or self.snapshots.has_moved(i, average.snap)):
+            distance = subtract_from(target, average.snap[i])
+            rows.add(i, average.snap[i])
+        else:
+            distance = rows.replace(i, target)
+        if average.counts[i] and not (landing.exact is None and landing.mean is None):
+            average.drift += distance if rows_apart is None else rows_apart
+            average.drifts += 1
+
+    def _tell_of_bad(self, i: int) -> None:
+        self.snapshots.state.forget(i)
+        buffer = self.snapshots.not_finite.get(i)
+        where = f" (buffer {buffer!r})" if buffer else ""
+        warnings.warn(
+            f"worker {self.roll.ids[i]}: its model was not finite{where} and was replaced by the other workers' mean",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def pools(self, average: Average) -> bool:
+        """Do buffers ride with it? Not in flight, where a delta could make a variance negative; the last one pools."""
+        return average.arrived.shared and (not self.paces[0].overlap or average.is_last)
+
+    def pooled(self, average: Average) -> tuple[Tensor, Tensor]:
+        """All workers' buffers."""
+        if average.pooled is None:
+            sums = average.arrived.header.exact
+            average.pooled = self.snapshots.buffers.pooled(sums if average.arrived.shared else torch.zeros_like(sums))
+        return average.pooled
+
+    def adopt(self, average: Average) -> None:
+        """It has landed on all hosted workers: their buffers are those of all."""
+        if self.pools(average) and not average.is_look:
+            self.snapshots.buffers.adopt(self.pooled(average))
+            for account in self.accounts:
+                account.pooled = account.seen
+
+    # What travels beside the rows
+
+    def header(self, boarded: Boarded, *, look: bool = False, everybody: bool = False) -> Header:
+        """Of the hosted workers' snapshots, or in a look of their models as they are."""
+        answers = [done and not pace.boards for done, pace in zip(self.roll.done, self.paces)]
+        bring = [
+            brought(
+                account,
+                at=pace.steps if look or pace.snap is None else pace.snap.at,
+                samples=page.samples if look else account.snapped_samples,
+                bad=bad,
+                answers=answer,
+                everybody=everybody,
+            )
+            for account, pace, page, bad, answer in zip(
+                self.accounts, self.paces, self.books.pages, boarded.bad, answers
+            )
+        ]
+        counts = tuple(b.counts for b in bring)
+        sums = self.books.numbers(len(self.roll.running()))._replace(
+            workers=sum(counts),
+            done=0 if look else sum(answers),
+            bad=sum(boarded.bad),
+            consensus=len(answers) if look else 0,
+            lr=self.lr() * (len(answers) - sum(answers)),
+        )
+        return Header(
+            sums=sums,
+            exact=self.snapshots.buffers.sums(boarded.buffers, [b.pools for b in bring]),
+            extras=boarded.extras,
+            counts=counts,
+            bad=boarded.bad,
+            steps=tuple(b.steps for b in bring),
+            samples=tuple(b.samples for b in bring),
+            step_seconds=self._step_seconds() if self.shares_speed else (),
+            passes=self.passes,
+            flat=boarded.flat,
+        )
+
+    def _step_seconds(self) -> tuple[float, ...]:
+        found = [0.0] * len(self.comm.members)
+        for i, id in enumerate(self.roll.ids):
+            found[id] = self.clock.step_seconds(i)
+        return tuple(found)
+
+    @property
+    def limit_seconds(self) -> float:
+        return self.done_timeout_seconds if self.roll.all_done else self.timeout_seconds
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Errors leave with the round and the worker in front."""
+        try:
+            yield
+        except (PeerError, MismatchError) as error:
+            if str(error).startswith("round "):
+                raise
+            ids = self.comm.workers
+            who = f"worker {ids.start}" if len(ids) == 1 else f"workers {ids.start}-{ids.stop - 1}"
+            raise type(error)(f"round {self.books.round + 1}, {who}: {error}") from None

@@ -1,0 +1,173 @@
+"""The optimizers' two hooks, which are the only way in: what belongs to optimizers ends here.
+
+Skipped steps, closures, several optimizers and gradients that somebody drops are no business of the loop: it is told
+which hosted workers are about to be updated, and which were.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from prsgd.clocks.base import Timekeeper
+from prsgd.core.loop import Loop
+from prsgd.core.roll import Roll
+from prsgd.errors import UsageError
+from prsgd.replicas.host import Host
+from prsgd.replicas.optimizers import owners
+
+_in_use: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that some LocalSGD hooks: two would average twice."""
+
+
+class Hooks:
+    """Tells the lanes of a run what happens to the hosted workers, step by step."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        host: Host,
+        roll: Roll,
+        clock: Timekeeper,
+        *,
+        overlap: int,
+        guarded: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.optimizers = optimizers
+        self._host, self._roll, self._clock, self._overlap, self._guarded = host, roll, clock, overlap, guarded
+        self.require_free()
+        self._owners = owners(optimizers, host.rows.workers)
+        # With several optimizers a step is over when the last of those that own the worker has stepped.
+        self._closers = [
+            next(o for o in reversed(optimizers) if i in self._owners[o]) for i in range(len(host.modules))
+        ]
+        self._in_step = [False] * len(host.modules)
+        """It has the gradient of its next step."""
+        self._replaced = [False] * len(host.modules)
+        """This optimizer.step() is no step of its: its gradient was taken at a model that was not finite."""
+        self._known = self._parameters()
+        self._lanes: Sequence[Loop] = ()
+        self._handles: list[Any] = []
+        self.refusal: str | None = None
+        """Why no step may be taken now."""
+
+    def hook(self, lanes: Sequence[Loop], on_pass: Callable[[Tensor], None] | None) -> None:
+        """Begin. ``on_pass`` is told of every gradient that a lone worker computes."""
+        self._lanes = lanes
+        _in_use.update(self.optimizers)
+        for optimizer in self.optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before))
+            self._handles.append(optimizer.register_step_post_hook(self._after))
+        if on_pass is not None:
+            newest = list(self._host.rows.workers[0].values())[-1]
+            self._handles.append(newest.register_post_accumulate_grad_hook(on_pass))
+        self._host.hold(self.advance)
+
+    def unhook(self) -> None:
+        """End."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for optimizer in self.optimizers:
+            _in_use.discard(optimizer)
+        self._host.release()
+
+    def require_free(self) -> None:
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Optimizer) and optimizer in _in_use:
+                raise UsageError(f"{type(optimizer).__name__} is hooked by another LocalSGD: finish that one first")
+
+    def check(self) -> None:
+        """Raise an error if the optimizers or the models are no longer what they were."""
+        if self._parameters() != self._known:
+            raise UsageError("the optimizer's parameters changed during the run: start a new LocalSGD with them")
+        self._host.check()
+
+    def lr(self) -> float:
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def advance(self) -> None:
+        """Between two steps, or when a worker was said to have run out of data."""
+        with self._guarded():
+            self._roll.call(self._host.stopped)
+            for lane in self._lanes:
+                lane.advance()
+            self._roll.waits = [any(waits) for waits in zip(*(lane.waiting() for lane in self._lanes))]
+            waiting = (i for i, waits in enumerate(self._roll.waits) if waits and not self._roll.done[i])
+            self._host.show_waiting({self._roll.ids[i] for i in waiting})
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Between a step's gradient and its update."""
+        if self.refusal is not None:
+            raise UsageError(self.refusal)
+        if self._overlap and (kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)):
+            raise UsageError(
+                "optimizer.step(closure) takes its gradient after the average would land: use overlap=0, or call "
+                "backward() before optimizer.step()"
+            )
+        roll, places = self._roll, self._owners[optimizer]
+        self._host.skip_waiting(roll.may_step)
+        if _skipped(optimizer):
+            return
+        began = False
+        for i in places:  # asked now: a hook of somebody else may drop the gradients
+            takes = not self._replaced[i] and roll.may_step(i) and self._host.takes_part(i)
+            roll.takes_part[i] = takes
+            began |= takes and not self._in_step[i]
+        if began:
+            taking = [i for i in places if roll.takes_part[i] and not self._in_step[i]]
+            for i in taking:
+                self._in_step[i] = True
+            self._clock.computed(taking)
+        if any(lane.average is not None for lane in self._lanes):
+            self._land(places)
+
+    def _land(self, places: Sequence[int]) -> None:
+        with self._guarded():
+            for lane in self._lanes:
+                for i in lane.before_update([i for i in places if self._roll.takes_part[i]]):
+                    self._replaced[i], self._roll.takes_part[i] = True, False
+                    self._host.skip(i)
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """After a step's update: count it, close and launch (Alg. 2 and 3: the end of the inner loop)."""
+        places = self._owners[optimizer]
+        if _skipped(optimizer):
+            for i in places:
+                self._in_step[i] &= optimizer is not self._closers[i]
+            return
+        updated = [i for i in places if self._roll.takes_part[i]]
+        for lane in self._lanes:
+            lane.touched(updated)
+        over = [i for i in places if optimizer is self._closers[i]]
+        stepped = [i for i in over if self._roll.takes_part[i]]
+        if not stepped and not any(self._replaced[i] for i in over):
+            return
+        for i in over:
+            if self._roll.takes_part[i] or self._replaced[i]:
+                self._in_step[i] = self._replaced[i] = False
+        turns = [lane.after_update(stepped) for lane in self._lanes]
+        self._clock.stepped(max(pace.steps for pace in self._lanes[0].paces))
+        if any(turns):
+            self.advance()
+
+    def _parameters(self) -> list[int]:
+        return [id(p) for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
+
+
+def _skipped(optimizer: Optimizer) -> bool:
+    """Does GradScaler skip this step? It calls a fused optimizer's step() all the same, with ``found_inf`` set."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)

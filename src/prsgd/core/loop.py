@@ -1,0 +1,229 @@
+"""Parallel Restarted SGD: the algorithm.
+
+Read beside the paper (Yu, Yang, Zhu, AAAI 2019). Its Algorithms 1-3 are one loop here. Each worker takes local steps
+(Alg. 1 line 8, Alg. 2 line 6, Alg. 3 line 5: the user's own ``optimizer.step()``); a round *closes*, and its average
+is launched; the average *lands*, and the worker restarts from it (Alg. 1 lines 5-6, Alg. 2 and 3 line 4). With
+
+    d = overlap: how many of a worker's steps begin while an average travels,
+
+d = 0 lands right after the closing step's update, and the worker restarts at the mean itself: Algorithms 2 and 3 as
+printed. d >= 1 lands in the d-th step after closing, between its gradient and its update, as
+x_i <- x_i + (mean_j snap_j - snap_i): d = 1 is Algorithm 1 as printed, whose gradient at x_i^{t-1} is taken while the
+average of the x^{t-1} is computed.
+
+A loop is over one *lane*: the part of the hosted workers' models that travels together. Most runs have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from prsgd.averaging.base import Landing
+from prsgd.clocks.base import Timekeeper
+from prsgd.core.average import Average, Averages
+from prsgd.core.meeting import Meeting
+from prsgd.core.pace import Pace
+from prsgd.core.roll import Account
+from prsgd.schedules.base import Now, Schedule
+
+
+class Loop:
+    """One lane of a run: the hosted workers' timetables, the average under way, and the way there and back."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        averages: Averages,
+        clock: Timekeeper,
+        *,
+        check: Callable[[], None],
+        set_lr: Callable[[float], None],
+        keeps_books: bool = True,
+    ) -> None:
+        self._schedule, self._averages, self._clock = schedule, averages, clock
+        self._check, self._set_lr, self._keeps_books = check, set_lr, keeps_books
+        self._roll, self._books = averages.roll, averages.books
+        self.paces: Sequence[Pace] = averages.paces
+        self._accounts: Sequence[Account] = averages.accounts
+        self._meeting = Meeting(averages)
+        self.average: Average | None = None
+        """The one under way."""
+
+    # Steps
+
+    def before_update(self, places: Sequence[int]) -> list[int]:
+        """Between a step's gradient and its update: land what is due (Alg. 1 lines 5-6).
+
+        Returns those whose gradients were taken at models that are not finite, and are no more of use.
+        """
+        replaced = []
+        for i in places if self.average is not None else ():
+            if self.average is not None and self.paces[i].lands_now:
+                bad = self.average.bad[i]
+                self._land([i], in_step=not bad)
+                replaced += [i] if bad else []
+        return replaced
+
+    def touched(self, places: Sequence[int]) -> None:
+        """An optimizer has updated these."""
+        for i in places:
+            self._accounts[i].moved = True
+
+    def after_update(self, places: Sequence[int]) -> bool:
+        """After a step's update (Alg. 1 line 8, Alg. 2 line 6, Alg. 3 line 5): count it. Is it time to ``advance``?"""
+        for i in places:
+            self.paces[i].steps += 1
+        return any(pace.is_turn(self._clock(id)) for pace, id in zip(self.paces, self._roll.ids))
+
+    def advance(self) -> None:
+        """At a step boundary: open and close rounds, and launch an average whenever all hosted workers have closed."""
+        average = self.average
+        if average is not None and any(self._roll.done[i] for i in average.to_land):
+            self._land(())
+        while True:
+            running = self._roll.running()
+            for i in running:
+                self._turn(i)
+            boards = [pace.boards for pace in self.paces]
+            if not any(boards) or not all(boards[i] for i in running):
+                break
+            self._launch()
+
+    def waiting(self) -> list[bool]:
+        """By place: those that may take no step before others of this process have closed their rounds."""
+        return [pace.waits(self._clock(id)) for pace, id in zip(self.paces, self._roll.ids)]
+
+    def _turn(self, i: int) -> None:
+        pace = self.paces[i]
+        if pace.may_open:
+            self._open(i)
+        overlap = pace.due(self._clock(self._roll.ids[i]))
+        if overlap is not None and not pace.boards:
+            if pace.snap is not None:  # rounds by the clock can be shorter than the overlap
+                self._land([i])
+            self._close(i, overlap)
+
+    def _open(self, i: int) -> None:
+        """Alg. 2 line 4: set the round's length K^s and lr gamma^s. Alg. 3: I_i."""
+        pace, id = self.paces[i], self._roll.ids[i]
+        now = Now(
+            worker=id,
+            num_workers=len(self._averages.comm.members),
+            round=pace.rounds + 1,
+            step=pace.steps,
+            lr=self._averages.lr(),
+            last=self._books.last,
+        )
+        pace.open(self._schedule.open(now), self._clock(id))
+        assert pace.round is not None
+        self._end_round(i)
+        if pace.round.lr is not None:
+            self._set_lr(pace.round.lr)
+
+    def _close(self, i: int, overlap: int) -> None:
+        """The round's steps are taken: this is what the worker brings to the average."""
+        opens = self.paces[i].close(overlap)
+        self._accounts[i].snap(self._books.pages[i].samples)
+        self._clock.closed(i)
+        if self.paces[i].overlap:
+            self._averages.snapshots.capture(i)
+        if opens:
+            self._open(i)
+
+    # Averages
+
+    def _launch(self) -> Average:
+        """Alg. 1 line 5: start the average of all hosted workers, and land it on those that do not overlap it."""
+        self._check()
+        answering = [i for i, pace in enumerate(self.paces) if self._roll.done[i] and not pace.boards]
+        for i in answering:
+            self.paces[i].answer()
+            self._accounts[i].snap(self._books.pages[i].samples)
+            if self.paces[i].overlap:
+                self._averages.snapshots.capture(i)
+        average = self.average = self._averages.launch(answering)
+        blocking = []
+        for i, pace in enumerate(self.paces):
+            assert pace.snap is not None
+            pace.snap.launched = True
+            if pace.snap.lands_at == pace.steps and i not in answering:
+                blocking.append(i)
+        self._books.sent()
+        self._averages.count_passes()
+        if blocking or self._roll.all_done:
+            self._land(blocking)
+        return average
+
+    def _land(self, places: Sequence[int], *, in_step: bool = False) -> None:
+        """Alg. 1 line 6, Alg. 2 and 3 line 4: these workers, and those that are done, restart from the average."""
+        average = self.average
+        assert average is not None
+        began = {i: self._clock(self._roll.ids[i]) for i in places}
+        self._meeting.arrive(average)
+        for i in sorted(average.to_land):
+            if i in places or self._roll.done[i]:
+                self._touch_down(i, average, in_step=in_step and not self._roll.done[i])
+        for i, seconds in began.items():  # waiting for the last average is no part of the round that is open by now
+            self.paces[i].opened_seconds += self._clock(self._roll.ids[i]) - seconds
+        if not average.to_land:
+            self._complete(average)
+
+    def _touch_down(self, i: int, average: Average, *, in_step: bool) -> None:
+        pace = self.paces[i]
+        assert pace.snap is not None
+        self._averages.land(i, average)
+        self._accounts[i].land(pace.snap.at, average.counts[i])
+        average.came_down(pace.land(in_step=in_step))
+        if self._roll.done[i] and pace.round is None:
+            pace.opened_at = pace.steps
+            self._end_round(i)
+        if average.arrived.target is not None and average.brought_news:
+            self._clock.landed(i, self._books.round + 1)
+
+    def _complete(self, average: Average) -> None:
+        """It has landed on all hosted workers."""
+        self.average = None
+        for pace, done in zip(self.paces, self._roll.done):
+            if done and not pace.boards:  # what answered a look has not landed
+                pace.snap = None
+        self._averages.adopt(average)
+        if not average.brought_news or average.is_look:
+            return
+        if self._keeps_books:
+            record = average.record(
+                round=self._books.round + 1, lr=self._averages.lr(), modelled=self._clock.completed()
+            )
+            self._books.enter(record, average.drift, average.drifts, (sum(average.counts), sum(average.bad)))
+
+    def _end_round(self, i: int) -> None:
+        if self._keeps_books:
+            self._books.pages[i].turn()
+
+    # Where all workers meet
+
+    def look(self) -> Landing:
+        """The exact mean of all workers' models as they are now."""
+        if self.average is not None:  # workers that are done have landed it, and count as they do after that
+            self._land(())
+        return self._meeting.look()
+
+    def wind_up(self) -> None:
+        """All hosted workers are done: land what is in flight or about to be."""
+        if self.average is not None:
+            self._land(())
+        if any(pace.boards for pace in self.paces):  # a fleet's workers that waited for others of it
+            self._launch()
+            if self.average is not None:
+                self._land(())
+        for pace in self.paces:
+            pace.snap = None
+
+    def answer(self) -> bool:
+        """Bring what there is to the others' next average. Were all workers done?"""
+        average = self._launch()
+        self._meeting.arrive(average)
+        return average.is_last
+
+    def end(self) -> None:
+        """All workers are done: complete the books, and see that all have the same model."""
+        self._meeting.end()

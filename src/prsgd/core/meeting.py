@@ -1,0 +1,197 @@
+"""Where all workers stand still: to look (``consensus()``), to end, or because a model is not finite.
+
+One exact mean is taken by the one function that sums, whatever the averaging. No averaging knows of any of this.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prsgd.averaging.base import Landing, Sums
+from prsgd.averaging.summed import summed
+from prsgd.core.average import Average, Averages
+from prsgd.errors import DivergedError, MismatchError, UsageError
+
+SETTLE_EVERY = 1024
+"""Averages with neighbours only, after which all workers meet to sum what records wait for."""
+
+
+class Meeting:
+    """What the averages of a lane come to."""
+
+    def __init__(self, averages: Averages) -> None:
+        self._averages, self._books, self._comm = averages, averages.books, averages.comm
+
+    def arrive(self, average: Average) -> Landing:
+        """Wait for it, and read its header, once: was it an average, the last one, or another's ``consensus()``?"""
+        averages = self._averages
+        landing = averages.wait(average)
+        if average.announced:
+            return landing
+        average.announced = True
+        if average.is_look or average.is_last:
+            average.landing = landing = self._met(landing, look=False)
+            if average.is_look:
+                average.counts = (False,) * len(average.counts)
+                average.to_land.clear()
+                self._settle()
+                return landing
+            if averages.apart:
+                average.counts = tuple(not bad for bad in average.bad)
+            averages.apart = False
+        else:
+            average.landing, averages.apart = self._rescued(landing, look=False), self._apart_after(landing)
+            landing = average.landing
+        averages.note(average)
+        sums = landing.header.sums
+        if not landing.shared:
+            self._books.defer(sums)
+            if (self._books.round + 1) % SETTLE_EVERY == 0:
+                self._settle()
+            return landing
+        self._settle()
+        self._books.complete(sums, landing.header.step_seconds or None)
+        self._check_saved(sums)
+        return landing
+
+    def look(self) -> Landing:
+        """The exact mean of all workers' models as they are now; an average in flight has arrived."""
+        averages = self._averages
+        boarded = averages.snapshots.board(as_they_are=True)
+        header = averages.header(boarded, look=True)
+        with averages.named():
+            work = averages.averaging.launch(averages.memory, self._comm, boarded.snap, header)
+            landing = self._met(work.wait(averages.timeout_seconds), look=True)
+        self._settle()
+        return landing
+
+    def end(self) -> None:
+        """All workers are done: the last average's numbers, and a look whether all have the same model indeed."""
+        with self._averages.named():
+            if not self._books.is_complete:
+                totals = self._summed([self._books.numbers(0).packed()])
+                self._books.complete(Sums.unpacked(totals[0].tolist()))
+            if len(self._comm.members) > 1:
+                self._compare()
+
+    def _met(self, landing: Landing, *, look: bool) -> Landing:
+        """All workers stand still, to look or to end: the exact mean of their models is the target.
+
+        Where their last targets differed each counts, with news or without.
+        """
+        self._require_all(landing.header.sums)
+        if self._averages.apart or (landing.exact is None and landing.header.sums.workers):
+            landing = self._sum(look=look, everybody=self._averages.apart).beside(landing)
+            self._require_all(landing.header.sums)
+        else:
+            landing = replace(landing, target=landing.exact)
+        return self._rescued(landing, look=look)
+
+    def _rescued(self, landing: Landing, *, look: bool) -> Landing:
+        """Where nobody who counts has a finite model, those that had nothing new to bring bring theirs now."""
+        sums = landing.header.sums
+        if landing.target is not None or not sums.bad:
+            return landing
+        if sums.bad == len(self._comm.members):
+            raise self._diverged(sums)
+        header = replace(landing.header, exact=landing.header.exact.clone())  # lies where the next sum will
+        found = self._sum(look=look, everybody=True, alike=True)
+        sums = header.sums._replace(workers=found.header.sums.workers)
+        header = replace(header, extras=found.header.extras, sums=sums)
+        return replace(landing, target=found.target, exact=found.target, header=header).beside(found)
+
+    def _sum(self, *, look: bool, everybody: bool, alike: bool = False) -> Landing:
+        """One exact mean of what was boarded before; ``alike``: all weigh the same, whatever they have done."""
+        averages = self._averages
+        boarded = averages.snapshots.board(as_they_are=look)
+        header = averages.header(boarded, look=look, everybody=everybody)
+        weights = None if alike else averages.averaging.weigh(header)
+        with averages.named():
+            return summed(self._comm, boarded.snap, header, weights).wait(averages.limit_seconds)
+
+    def _apart_after(self, landing: Landing) -> bool:
+        """Do the workers keep apart after this average?"""
+        if landing.target is None:
+            return self._averages.apart and not landing.header.sums.bad  # a rescue gives all the same
+        return landing.target.dim() == 2
+
+    def _compare(self) -> None:
+        """Mend what no step tells of: models that were changed after their last average, or by unseen updates."""
+        averages, rows = self._averages, self._averages.snapshots.rows
+        hosted = range(len(averages.paces))
+        digests = torch.stack([rows.digest(i) for i in hosted])
+        found = self._comm.all_gather(digests).wait(averages.timeout_seconds)
+        if bool((found == found[0]).all()):
+            return
+        steps = self._summed([float(sum(pace.steps for pace in averages.paces))])
+        if not steps.item():
+            raise UsageError(
+                "the models were changed, but no optimizer.step() was seen, so nothing was averaged: LocalSGD must be "
+                "given the optimizer whose step() is called (not one that updates by other methods, as SAM's "
+                "first_step and second_step do: hook its base_optimizer)"
+            )
+        exact = self._sum(look=True, everybody=True, alike=True)
+        if exact.target is None:
+            raise self._diverged(exact.header.sums)
+        for i in hosted:
+            rows.replace(i, exact.target)
+
+    def _settle(self) -> None:
+        """All workers meet: sum what they have to tell of the records that wait for it.
+
+        With an overlap, a process may have landed an average that others have in flight: they settle what all have.
+        """
+        if not self._averages.averaging.hears_neighbours_only:
+            return
+        with self._averages.named():
+            last = self._agreed(self._books.deferred.stop)
+            own = self._books.own(range(self._books.deferred.start, last))
+            if own:
+                found = self._summed([sums.packed() for sums in own]).tolist()
+                self._books.settle([Sums.unpacked(row) for row in found])
+
+    def _agreed(self, round: int) -> int:
+        """The smallest of the processes' numbers, none of which is far from the others'."""
+        rounds = [0.0] * len(self._comm.members)
+        rounds[self._comm.workers.start] = round
+        return int(min(found for found in self._summed(rounds).tolist() if found))
+
+    def _summed(self, numbers: Sequence[Any]) -> Tensor:
+        flat = torch.tensor(numbers, dtype=torch.float64, device=self._averages.snapshots.rows.device)
+        return self._comm.all_reduce(flat).wait(self._averages.limit_seconds)
+
+    def _require_all(self, sums: Sums) -> None:
+        """A consensus is one to which all workers have come that are not done."""
+        members = len(self._comm.members)
+        if not sums.consensus or sums.consensus + sums.done >= members:
+            return
+        averaged = members - sums.consensus - sums.done
+        raise MismatchError(
+            f"round {self._books.round + 1}: {sums.consensus:g} of {members} workers called "
+            f"consensus() while {averaged:g} averaged: every worker must call it, not worker 0 alone, and between the "
+            "same two averages; where workers have different numbers of batches call it by local.round, pad the "
+            "sampler, or put each epoch into `with local.epoch():` and call it after that"
+        )
+
+    def _check_saved(self, sums: Sums) -> None:
+        expected = len(self._comm.members) - sums.done
+        if 0 < sums.saved < expected:
+            warnings.warn(
+                f"round {self._books.round}: {sums.saved:g} of {expected:g} workers saved a state since the last "
+                "average: states fit together only if all are taken between the same two averages, so save by "
+                "local.launched instead of local.step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _diverged(self, sums: Sums) -> DivergedError:
+        return DivergedError(
+            f"round {self._books.round + 1}: no worker has a finite model left to restart from "
+            f"({sums.bad:g} are not finite); lower the lr, or clip gradients"
+        )

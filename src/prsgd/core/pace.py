@@ -1,0 +1,139 @@
+"""One worker's timetable: when a round opens, closes, and when its average lands. Pure: no torch, no clock of its own.
+
+A round closes so early that its average lands, ``overlap`` own steps later, where the round ends:
+
+    every(4), overlap 0:   1 2 3 4|         closes after step 4 and lands there
+    every(4), overlap 1:   1 2 3|4          closes after step 3, lands in step 4, between its gradient and its update
+
+Rounds that end by the clock close when their time is up, and the average lands so many steps into the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prsgd.schedules.base import Round
+
+
+@dataclass
+class Snap:
+    """A snapshot of the worker's model."""
+
+    at: int
+    """Steps it had."""
+    lands_at: int
+    """The own step in which the average of it lands."""
+    period: int | None
+    """Steps of the round that it closed; None: its landing tells."""
+    launched: bool = False
+
+
+@dataclass(frozen=True)
+class Landed:
+    """Where an average came down."""
+
+    step: int
+    period: int
+    overlap: int
+
+
+@dataclass
+class Pace:
+    """Where one worker is in its round. All workers that are given the same rounds have the same timetable.
+
+    >>> pace = Pace(overlap=1)
+    >>> pace.open(Round(steps=2), seconds=0.0)
+    >>> pace.steps = 1
+    >>> pace.due(seconds=0.0), pace.close(1), pace.snap
+    (1, False, Snap(at=1, lands_at=2, period=None, launched=False))
+    """
+
+    overlap: int
+    """At most so many steps are between a closed round and its landing."""
+    steps: int = 0
+    rounds: int = 0
+    """Opened."""
+    round: Round | None = None
+    """The open one; None: closed, and the next opens when the average lands."""
+    opened_at: int = 0
+    """Steps it had when the round opened, and the clock's seconds."""
+    opened_seconds: float = 0.0
+    snap: Snap | None = None
+    """What waits to be averaged, or is under way."""
+
+    @property
+    def may_open(self) -> bool:
+        return self.round is None and self.snap is None
+
+    @property
+    def boards(self) -> bool:
+        """Is its snapshot taken and not launched, since another worker of this process has not closed its round?"""
+        return self.snap is not None and not self.snap.launched
+
+    @property
+    def lands_now(self) -> bool:
+        """Does the average land in the step whose gradient is there?"""
+        return self.snap is not None and self.snap.launched and self.snap.lands_at == self.steps + 1
+
+    def open(self, round: Round, seconds: float) -> None:
+        """Begin a round."""
+        self.round, self.rounds = round, self.rounds + 1
+        self.opened_at, self.opened_seconds = self.steps, seconds
+
+    def due(self, seconds: float) -> int | None:
+        """The overlap to close the open round with; None: not yet."""
+        if self.round is None:
+            return None
+        taken, known = self.steps - self.opened_at, self.round.steps
+        if known is not None and taken >= known - min(self.overlap, known):
+            return min(self.overlap, known)  # so early that landings fall on the multiples
+        if self.round.seconds is not None and taken and seconds - self.opened_seconds >= self.round.seconds:
+            return self.overlap
+        return None
+
+    def is_turn(self, seconds: float) -> bool:
+        """Is there anything to do between these two steps? Mostly not."""
+        return self.round is None or self.snap is not None or self.due(seconds) is not None
+
+    def close(self, overlap: int) -> bool:
+        """Take the snapshot. Is the next round to open at once? If time goes on; one of known length opens when the
+        average has landed."""
+        assert self.round is not None
+        assert not self.boards
+        taken, known = self.steps - self.opened_at, self.round.steps
+        by_clock = known is None or taken + overlap < known
+        self.snap = Snap(self.steps, self.steps + overlap, taken if by_clock else None)
+        self.round = None
+        return by_clock and self.overlap > 0
+
+    def waits(self, seconds: float) -> bool:
+        """May it take no other step before its snapshot is launched?"""
+        if self.snap is None or self.snap.launched:
+            return False
+        return self.steps + 1 >= self.snap.lands_at or self.due(seconds) is not None
+
+    def answer(self) -> None:
+        """It has run out of data, and brings what it has to an average of the others."""
+        self.snap, self.round = Snap(self.steps, self.steps, None, launched=True), None
+
+    def land(self, *, in_step: bool = False) -> Landed:
+        """The average has come down, in the step that is under way or between two."""
+        snap, self.snap = self.snap, None
+        assert snap is not None
+        step = self.steps + in_step
+        return Landed(step, step - self.opened_at if snap.period is None else snap.period, step - snap.at)
+
+    def state_dict(self, seconds: float) -> dict[str, Any]:
+        """Plain numbers; ``seconds`` is the clock now."""
+        state = asdict(self)
+        del state["overlap"]
+        state["opened_seconds"] = seconds - self.opened_seconds
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], seconds: float) -> None:
+        self.steps, self.rounds, self.opened_at = state["steps"], state["rounds"], state["opened_at"]
+        self.round = None if state["round"] is None else Round(**state["round"])
+        self.opened_seconds = seconds - state["opened_seconds"]
+        self.snap = None if state["snap"] is None else Snap(**state["snap"])
