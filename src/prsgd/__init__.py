@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prsgd.comm.launching import launch
     from prsgd.comm.torch_distributed import TorchDistributed
     from prsgd.core.local_sgd import LocalSGD
-    from prsgd.core.several import finish, together
+    from prsgd.core.several import epoch, finish, together
     from prsgd.errors import (
         AverageTimeout,
         CheckpointError,
@@ -66,6 +66,7 @@ _HOME = {
     "UsageError": "errors",
     "Work": "comm.base",
     "easgd": "averaging.easgd",
+    "epoch": "core.several",
     "every": "schedules.fixed",
     "finish": "core.several",
     "gossip": "averaging.gossip",
@@ -109,6 +110,7 @@ __all__ = [
     "UsageError",
     "Work",
     "easgd",
+    "epoch",
     "every",
     "finish",
     "gossip",

@@ -46,12 +46,22 @@ class Sums(NamedTuple):
     lr: float = 0.0
     """Of those that are not done, whose lr may have stopped where they did."""
     saved: float = 0.0
-    """Workers whose state was saved since the last average."""
+    """How often the running workers' states were saved since the last average."""
+    mark: float = 0.0
+    """Of the models that count: two numbers below ``DIGIT``, the same for models that are alike to the last bit and
+    hardly ever for others. A process whose workers are not alike tells -1."""
+    other_mark: float = 0.0
     samples: int = 0
 
     def mean_lr(self, num_workers: int) -> float:
         """Of those that are not done."""
         return self.lr / max(1.0, num_workers - self.done)
+
+    def are_alike(self, own: Sums) -> bool:
+        """Were the models that counted alike? These are the sums over all workers, ``own`` are this process's."""
+        marks = (self.mark, own.mark), (self.other_mark, own.other_mark)
+        known = own.workers > 0 and own.mark >= 0
+        return known and all(total * own.workers == self.workers * mine for total, mine in marks)
 
     def packed(self) -> tuple[float, ...]:
         """As they travel: the samples, which can be more than float32 counts, in three digits."""
@@ -91,8 +101,8 @@ class Header:
     """Room for one collective: (P + E + tail,) with the dtype to sum in, reused by every average."""
     step_seconds: tuple[float, ...] = ()
     """By worker id, 0 where not hosted, as sent; of all workers as landed. Empty unless the schedule asks for them."""
-    passes: tuple[int, ...] = ()
-    """Per hosted worker: gradients computed since the last average, for those that hear neighbours only."""
+    skipped: tuple[int, ...] = ()
+    """Per hosted worker: steps that it skipped since the last average; empty unless it hears neighbours only."""
 
     def tail(self) -> Tensor:
         """What is summed as it is."""

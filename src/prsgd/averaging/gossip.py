@@ -30,11 +30,14 @@ Rows = tuple[tuple[float, ...], ...]
 AVERAGES, IS_DONE, ASKS_CONSENSUS = 0, 1, 2
 """What a worker is about to do."""
 MESSAGE = 3
-"""Numbers that it tells: that, whether its model is finite, and how many gradients it took since the last average."""
+"""Numbers that it tells: that, whether its model is finite, and how many steps it skipped since the last average."""
 TOLERANCE = 1e-6
 """Of what a given matrix's rows and columns add up to; float32's rounding is below it, and is taken out."""
 _HAS = {IS_DONE: "run out of data", ASKS_CONSENSUS: "called consensus()"}
-_TOGETHER = "with gossip() all workers need the same number of averages, and call consensus() between the same two"
+_TOGETHER = (
+    "with gossip() all workers need the same number of averages, and every one of them calls consensus(), between the "
+    "same two: by local.launched, where workers take different steps"
+)
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,8 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
     def _tell(self, comm: Communicator, what: int, header: Header) -> Work[set[int]]:
         """Tell the neighbours what this process's workers do, and learn which of theirs have no finite model."""
         outgoing, incoming = _routes(self.matrix(comm.num_workers), comm.workers)
-        passes = dict(zip(comm.workers, header.passes or (0,) * len(header.bad)))
-        own = {w: header.exact.new_tensor([what, bad, passes[w]]) for w, bad in zip(comm.workers, header.bad)}
+        skipped = dict(zip(comm.workers, header.skipped or (0,) * len(header.bad)))
+        own = {w: header.exact.new_tensor([what, bad, skipped[w]]) for w, bad in zip(comm.workers, header.bad)}
         received = {route: header.exact.new_zeros(MESSAGE) for route in incoming}
 
         def heard(_: None) -> set[int]:
@@ -155,11 +158,10 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
                     raise MismatchError(
                         f"{odd} while {'this one' if does else f'worker {source}'} averages: {_TOGETHER}"
                     )
-                if what == AVERAGES and theirs != passes[to]:
+                if what == AVERAGES and theirs != skipped[to]:
                     raise MismatchError(
-                        f"worker {source} computed {theirs:g} gradients since the last average and worker {to} "
-                        f"{passes[to]}: a step was skipped (as GradScaler does), which shifts a worker's averages; "
-                        + _TOGETHER
+                        f"worker {source} skipped {theirs:g} steps since the last average (as GradScaler does) and "
+                        f"worker {to} {skipped[to]}, which shifts a worker's averages; {_TOGETHER}"
                     )
                 if is_bad:
                     found.add(source)

@@ -7,7 +7,8 @@ x - m, and the workers move to the point that SGD with momentum makes of it:
 
 s is 1 (DiLoCo, Douillard et al. 2023: lr 0.7, Nesterov momentum 0.9) or the workers' own lr (SlowMo, Wang et al. 2020:
 lr 1, momentum 0.7), which keeps u in the scale of gradients while that lr falls. lr 1 without momentum is the mean. In
-a round that closes with an lr of 0 (warm-up, the end of a cosine) s says nothing: workers move to the mean, u waits.
+a round that closes with an lr of 0, or so small that x - m is the rounding of a mean (warm-up, the end of a cosine), s
+says nothing: workers move to the mean, u waits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from prsgd._check import from_zero_to, positive
@@ -61,12 +63,19 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
         if landing.target is None or (self.lr == 1 and not self.momentum):
             return landing
         began = time.perf_counter()
+        change = memory["point"] - landing.target
         scale = landing.header.sums.mean_lr(num_workers) if self.by_inner_lr else 1.0  # the same for all
-        if not scale:
+        if self.by_inner_lr and (not scale or _is_noise(change, landing.target, num_workers)):
             return replace(landing, memory={**memory, "point": landing.target.clone()})
-        change = (memory["point"] - landing.target) / scale
+        change /= scale
         velocity = change.clone() if "velocity" not in memory else self.momentum * memory["velocity"] + change
         direction = change + self.momentum * velocity if self.nesterov else velocity
         point = memory["point"] - self.lr * scale * direction
         seconds = landing.copy_seconds + time.perf_counter() - began
         return replace(landing, target=point, memory={"point": point, "velocity": velocity}, copy_seconds=seconds)
+
+
+def _is_noise(change: Tensor, mean: Tensor, num_workers: int) -> bool:
+    """Is it no more than what the mean of so many equal models is off by rounding?"""
+    rounding = torch.finfo(mean.dtype).eps * num_workers**0.5
+    return bool(torch.linalg.vector_norm(change) <= rounding * torch.linalg.vector_norm(mean))

@@ -6,16 +6,18 @@
 
 from __future__ import annotations
 
+import struct
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from prsgd.averaging.base import Averaging, Header, Landing, Memory
+from prsgd.averaging.base import DIGIT, Averaging, Header, Landing, Memory, Sums
 from prsgd.clocks.base import Sent, Timekeeper
 from prsgd.comm.base import Communicator, Work
 from prsgd.core.books import Books
@@ -32,6 +34,8 @@ class Average:
     """An average that was launched."""
 
     work: Work[Landing]
+    own: Sums
+    """What the hosted workers told with it."""
     snap: Tensor
     """(n, P), as launched; with overlap it becomes target - snap, worker by worker, as they land."""
     members: int
@@ -125,19 +129,22 @@ class Averages:
     """What the averaging remembers."""
     apart: bool = False
     """Did the last average have targets that differ by worker?"""
-    passes: tuple[int, ...] = ()
-    """Gradients that each hosted worker computed since the last average, where the averaging asks."""
+    skipped: Callable[[], int] | None = None
+    """Steps that the hosted worker skipped since this was last asked, where the averaging has to know."""
 
     def launch(self, answering: Sequence[int]) -> Average:
         """Start the average of the hosted workers' snapshots; those that answer have theirs taken now."""
         began = time.perf_counter()
         boarded = self.snapshots.board()
         header = self.header(boarded)
+        if self.skipped is not None:
+            header = replace(header, skipped=(self.skipped(),))
         self.clock.launched(answering)
         with self.named():
             work = self.averaging.launch(self.memory, self.comm, boarded.snap, header)
         return Average(
             work=work,
+            own=header.sums,
             snap=boarded.snap,
             members=len(self.comm.members),
             counts=header.counts,
@@ -145,14 +152,6 @@ class Averages:
             to_land=set(range(len(self.paces))),
             copy_seconds=time.perf_counter() - began,
         )
-
-    def count_passes(self) -> None:
-        """From 0, for averagings whose workers must have the same number of averages: a skipped step shows here."""
-        self.passes = (0,) * len(self.paces)
-
-    def count_pass(self) -> None:
-        """The hosted workers have one more gradient."""
-        self.passes = tuple(passes + 1 for passes in self.passes)
 
     def wait(self, average: Average) -> Landing:
         """What came back, as soon as it is there; its header stays unread."""
@@ -265,12 +264,15 @@ class Averages:
             )
         ]
         counts = tuple(b.counts for b in bring)
-        sums = self.books.numbers(len(self.roll.running()))._replace(
+        mark, other_mark = _marks([total for total, count in zip(boarded.totals, counts) if count])
+        sums = self.books.numbers(len(answers) - sum(answers))._replace(
             workers=sum(counts),
             done=0 if look else sum(answers),
             bad=sum(boarded.bad),
             consensus=len(answers) if look else 0,
             lr=self.lr() * (len(answers) - sum(answers)),
+            mark=mark,
+            other_mark=other_mark,
         )
         return Header(
             sums=sums,
@@ -281,7 +283,6 @@ class Averages:
             steps=tuple(b.steps for b in bring),
             samples=tuple(b.samples for b in bring),
             step_seconds=self._step_seconds() if self.shares_speed else (),
-            passes=self.passes,
             flat=boarded.flat,
         )
 
@@ -306,3 +307,12 @@ class Averages:
             ids = self.comm.workers
             who = f"worker {ids.start}" if len(ids) == 1 else f"workers {ids.start}-{ids.stop - 1}"
             raise type(error)(f"round {self.books.round + 1}, {who}: {error}") from None
+
+
+def _marks(totals: Sequence[float]) -> tuple[float, float]:
+    """Of models with these sums, added up; -1 if they are not alike."""
+    if len(set(totals)) > 1:
+        return -1.0, -1.0
+    marks = (zlib.crc32(struct.pack("d", total)) for total in totals)
+    pairs = [(mark % DIGIT, mark // DIGIT % DIGIT) for mark in marks]
+    return float(sum(low for low, _ in pairs)), float(sum(high for _, high in pairs))

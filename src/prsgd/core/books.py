@@ -23,6 +23,8 @@ from prsgd.core.pace import Pace
 from prsgd.core.roll import Roll
 from prsgd.records import Record, Totals
 
+MOVES_NOTHING = 1e-8
+"""An lr up to this may well leave all numbers of a model as they are."""
 KEPT = 10_000
 """Records that are kept in memory, the newest; about 1 kB each."""
 
@@ -90,12 +92,13 @@ class Books:
         """Records that wait until all workers meet, with the hosted workers' own numbers."""
         self._drift = 0.0
         self._drifts = 0
-        self._counts = (0, 0)
+        self._own = Sums()
+        self._alike = False
         self._still = 0
         """Averages in a row that found all workers' models alike although they had taken steps."""
         self._logs_first: bool | None = None
-        self.saved = False
-        """Was the state saved since the last average?"""
+        self.saves = 0
+        """How often the state was saved since the last average."""
 
     def log(self, loss: float | Tensor | None, samples: int | Sequence[int], paces: Sequence[Pace], roll: Roll) -> None:
         """Add to the round that each worker's step belongs to."""
@@ -119,7 +122,7 @@ class Books:
             drifts=self._drifts,
             loss=sum(float(tally.loss) for tally in tallies),
             losses=sum(int(tally.losses) for tally in tallies),
-            saved=running if self.saved else 0,
+            saved=running * self.saves,
             samples=sum(tally.samples for tally in tallies),
         )
 
@@ -127,14 +130,14 @@ class Books:
         """They have left, with an average that was launched."""
         for page in self.pages:
             page.sent = True
-        self.saved = False
+        self.saves = 0
 
-    def enter(self, record: Record, drift: float, drifts: int, counts: tuple[int, int]) -> None:
+    def enter(self, record: Record, drift: float, drifts: int, own: Sums, *, alike: bool) -> None:
         """An average has landed on all hosted workers; their squared distances from it add up to ``drift``.
 
-        ``counts``: how many of the hosted workers counted in it, and how many were not finite.
+        ``own`` is what they told of themselves with it; ``alike``: were all workers' models the same to the last bit?
         """
-        self.round, self._counts = record.round, counts
+        self.round, self._own, self._alike = record.round, own, alike
         self._incomplete, self._drift, self._drifts = record, drift, drifts
 
     def complete(self, sums: Sums, step_seconds: tuple[float, ...] | None = None) -> None:
@@ -157,7 +160,7 @@ class Books:
 
     def _watch(self, record: Record) -> None:
         """Workers whose models are alike to the last bit before they are averaged have nothing to average."""
-        still = record.drift == 0 and record.workers > 1 and record.period > 0 and record.lr > 0
+        still = self._alike and record.workers > 1 and record.period > 0 and record.lr > MOVES_NOTHING
         self._still = self._still + 1 if still else 0
         if self._still == 2 and self._speaks:
             warnings.warn(
@@ -172,8 +175,8 @@ class Books:
     def defer(self, own: Sums) -> None:
         """The last average's numbers are the hosted workers' ``own`` so far: they are summed when all meet."""
         if self._incomplete is not None:
-            counted, bad = self._counts
-            self._deferred.append((self._incomplete, own._replace(workers=counted, bad=bad)))
+            told = {name: getattr(self._own, name) for name in ("workers", "bad", "mark", "other_mark")}
+            self._deferred.append((self._incomplete, own._replace(**told)))
             self._incomplete = None
 
     @property
@@ -190,8 +193,9 @@ class Books:
         """All workers' numbers for the oldest deferred records."""
         settled, self._deferred = self._deferred[: len(totals)], self._deferred[len(totals) :]
         newest = self._incomplete
-        for (record, _), sums in zip(settled, totals):
+        for (record, own), sums in zip(settled, totals):
             self._incomplete = replace(record, workers=round(sums.workers), bad_workers=round(sums.bad))
+            self._alike = sums.are_alike(own)
             self.complete(sums)
         self._incomplete = newest
 
@@ -209,7 +213,8 @@ class Books:
             "round": self.round,
             "drift": self._drift,
             "drifts": self._drifts,
-            "counts": list(self._counts),
+            "own": list(self._own),
+            "alike": self._alike,
             "logs_first": self._logs_first,
             "incomplete": None if self._incomplete is None else asdict(self._incomplete),
             "deferred": [[asdict(record), list(own)] for record, own in self._deferred],
@@ -218,11 +223,12 @@ class Books:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if len(state["pages"]) != len(self.pages):
+            raise ValueError(f"the state has {len(state['pages'])} pages for {len(self.pages)} workers")
         self.pages = [Page.from_state(page) for page in state["pages"]]
         self.round, self._drift, self._drifts = state["round"], state["drift"], state["drifts"]
-        self._logs_first = state["logs_first"]
-        counted, bad = state["counts"]
-        self._counts = (counted, bad)
+        self._logs_first, self._alike = state["logs_first"], state["alike"]
+        self._own = Sums(*state["own"])
         self._incomplete = None if state["incomplete"] is None else Record.from_dict(state["incomplete"])
         self._deferred = [(Record.from_dict(record), Sums(*own)) for record, own in state["deferred"]]
         self.records = deque([] if state["last"] is None else [Record.from_dict(state["last"])], KEPT)

@@ -25,6 +25,35 @@ _in_use: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that some LocalSGD hooks: two would average twice."""
 
 
+class SkippedSteps:
+    """Counts the steps that a lone worker skips, as GradScaler does: gradients that were not finite and were dropped.
+
+    A gradient stays not finite while others are added to it. If the next one is finite and there was no step between
+    them, it was dropped. Counted on the gradients' device: nobody waits for it before an average does.
+    """
+
+    def __init__(self) -> None:
+        self._lost: Tensor | None = None
+        self._count: int | Tensor = 0
+
+    def passed(self, p: Tensor) -> None:
+        """There is one more gradient; ``p`` has its part of it."""
+        if p.grad is not None:
+            finite = p.grad.isfinite().all()
+            if self._lost is not None:
+                self._count = self._count + (self._lost & finite)
+            self._lost = ~finite
+
+    def stepped(self) -> None:
+        """Whatever there was has gone into a step."""
+        self._lost = None
+
+    def taken(self) -> int:
+        """How many there were since this was last asked."""
+        count, self._count = int(self._count), 0
+        return count
+
+
 class Hooks:
     """Tells the lanes of a run what happens to the hosted workers, step by step."""
 
@@ -55,17 +84,18 @@ class Hooks:
         self._handles: list[Any] = []
         self.refusal: str | None = None
         """Why no step may be taken now."""
+        self._skipped: SkippedSteps | None = None
 
-    def hook(self, lanes: Sequence[Loop], on_pass: Callable[[Tensor], None] | None) -> None:
-        """Begin. ``on_pass`` is told of every gradient that a lone worker computes."""
-        self._lanes = lanes
+    def hook(self, lanes: Sequence[Loop], *, skipped: SkippedSteps | None) -> None:
+        """Begin. ``skipped`` is to count a lone worker's skipped steps."""
+        self._lanes, self._skipped = lanes, skipped
         _in_use.update(self.optimizers)
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before))
             self._handles.append(optimizer.register_step_post_hook(self._after))
-        if on_pass is not None:
+        if skipped is not None:
             newest = list(self._host.rows.workers[0].values())[-1]
-            self._handles.append(newest.register_post_accumulate_grad_hook(on_pass))
+            self._handles.append(newest.register_post_accumulate_grad_hook(skipped.passed))
         self._host.hold(self.advance)
 
     def unhook(self) -> None:
@@ -98,12 +128,12 @@ class Hooks:
             else:
                 group["lr"] = lr
 
-    def advance(self) -> None:
+    def advance(self, *, hold: bool = False) -> None:
         """Between two steps, or when a worker was said to have run out of data."""
         with self._guarded():
             self._roll.call(self._host.stopped)
             for lane in self._lanes:
-                lane.advance()
+                lane.advance(hold=hold)
             self._roll.waits = [any(waits) for waits in zip(*(lane.waiting() for lane in self._lanes))]
             waiting = (i for i, waits in enumerate(self._roll.waits) if waits and not self._roll.done[i])
             self._host.show_waiting({self._roll.ids[i] for i in waiting})
@@ -118,6 +148,8 @@ class Hooks:
                 "backward() before optimizer.step()"
             )
         roll, places = self._roll, self._owners[optimizer]
+        if any(lane.holds for lane in self._lanes):
+            self.advance()
         self._host.skip_waiting(roll.may_step)
         if _skipped(optimizer):
             return
@@ -158,6 +190,8 @@ class Hooks:
         for i in over:
             if self._roll.takes_part[i] or self._replaced[i]:
                 self._in_step[i] = self._replaced[i] = False
+        if self._skipped is not None:
+            self._skipped.stepped()
         turns = [lane.after_update(stepped) for lane in self._lanes]
         self._clock.stepped(max(pace.steps for pace in self._lanes[0].paces))
         if any(turns):

@@ -12,7 +12,7 @@ from prsgd.clocks.base import Timekeeper
 from prsgd.comm.base import Done
 from prsgd.core.average import Average, Averages
 from prsgd.core.loop import Loop
-from prsgd.core.resuming import check_memory, check_shape, saved
+from prsgd.core.resuming import check_memory, check_tensor, saved
 
 _PLAIN = (
     "members", "announced", "step", "period", "overlap", "wait_seconds", "copy_seconds", "flight_seconds", "drift",
@@ -41,15 +41,33 @@ def lane_state(loop: Loop, averages: Averages, clock: Timekeeper) -> dict[str, A
 
 def check_lane_state(state: Mapping[str, Any], averages: Averages) -> None:
     """Raise an error unless ``load_lane_state`` can take it."""
-    fresh = averages.averaging.init(averages.snapshots.row(0), len(averages.paces))
-    check_memory(averages.averaging, saved(state["averaging"]), fresh)
-    averages.snapshots.check_state(state["memory"])
-    if state["flight"] is not None and state["flight"]["target"] is not None:
-        width = averages.snapshots.rows.width
-        check_shape("an average's target", state["flight"]["target"].view(-1, width)[0], (width,))
+    hosted, rows = len(averages.paces), averages.snapshots.rows
     for name in ("paces", "accounts", "waits"):
-        if len(state[name]) != len(averages.paces):
-            raise ValueError(f"the state has {len(state[name])} {name} for {len(averages.paces)} workers")
+        _check_length(name, state[name], hosted)
+    fresh = averages.averaging.init(averages.snapshots.row(0), hosted)
+    check_memory(averages.averaging, state["averaging"], fresh, rows.width)
+    flight = state["flight"]
+    boards = any(pace["snap"] is not None and not pace["snap"]["launched"] for pace in state["paces"])
+    overlaps = averages.paces[0].overlap > 0
+    averages.snapshots.check_state(state["memory"], with_snapshots=overlaps and (boards or flight is not None))
+    if flight is None:
+        return
+    for name in ("counts", "bad"):
+        _check_length(name, flight[name], hosted)
+    if not flight["to_land"] or not set(flight["to_land"]) <= set(range(hosted)):
+        raise ValueError(f"the state's average is to land on {flight['to_land']} of {hosted} workers")
+    for name in ("target", "mean", "exact_mean"):
+        tensor = flight.get(name)
+        if tensor is not None:
+            shape = (hosted, rows.width) if name == "target" and tensor.dim() == 2 else (rows.width,)
+            check_tensor(f"an average's {name}", tensor, shape, rows.dtype)
+    if flight["memory"] is not None:
+        check_memory(averages.averaging, flight["memory"], fresh, rows.width)
+
+
+def _check_length(name: str, values: Any, hosted: int) -> None:
+    if len(values) != hosted:
+        raise ValueError(f"the state has {len(values)} {name} for {hosted} workers")
 
 
 def load_lane_state(state: Mapping[str, Any], loop: Loop, averages: Averages, clock: Timekeeper) -> None:
@@ -82,6 +100,7 @@ def _average_state(average: Average) -> dict[str, Any]:
         "extras": header.extras.clone(),
         "exact": header.exact.clone(),
         "sums": list(header.sums),
+        "own": list(average.own),
         "step_seconds": list(header.step_seconds),
         "bytes_sent": [landing.bytes_sent, landing.server_bytes_sent],
         "hops": landing.hops,
@@ -111,6 +130,7 @@ def _average_from(state: Mapping[str, Any], snap: Tensor) -> Average:
     )
     return Average(
         work=Done(landing),
+        own=Sums(*state["own"]),
         snap=snap,
         counts=tuple(state["counts"]),
         bad=tuple(state["bad"]),

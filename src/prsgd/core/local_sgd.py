@@ -22,7 +22,7 @@ from prsgd.comm.base import Communicator
 from prsgd.comm.joining import current
 from prsgd.core.average import Averages
 from prsgd.core.books import Books
-from prsgd.core.hooks import Hooks
+from prsgd.core.hooks import Hooks, SkippedSteps
 from prsgd.core.lane_state import check_lane_state, lane_state, load_lane_state
 from prsgd.core.loop import Loop
 from prsgd.core.pace import Pace
@@ -122,7 +122,7 @@ class LocalSGD:
             averaging=self._averaging,
             snapshots=Snapshots(
                 rows,
-                OptimizerState(optimizers, rows.workers, travels=optimizer_state == "average"),
+                OptimizerState(optimizers, rows.workers, mode=optimizer_state),
                 Buffers(self._host.modules, workers, num_workers),
                 overlap=overlap,
                 tail=SUMS_WIDTH + (num_workers if setting.shares_speed else 0),
@@ -201,7 +201,7 @@ class LocalSGD:
         self._hooks.check()
         self._phase = "running"
         _runs.add(self)
-        with self._guarded():
+        with torch.inference_mode(False), self._guarded():  # what is made here outlives it
             self._enter()
         return self
 
@@ -247,7 +247,8 @@ class LocalSGD:
             self._end()
             self._host.reopen()
             self._roll.reopen()
-            self._hooks.advance()
+            self._loop.reopen()
+            self._hooks.advance(hold=True)
 
     def log(self, *, loss: float | Tensor | None = None, samples: int | Sequence[int] = 0) -> None:
         """Add a step's loss and number of samples to the round's record.
@@ -263,7 +264,8 @@ class LocalSGD:
     def consensus(self) -> Iterator[nn.Module]:
         """The average of all workers' models, to evaluate; afterwards each worker has its own model again.
 
-        A collective: all workers call it in the same round, at the same step in the usual case. What is yielded is
+        A collective: all workers call it between the same two averages, at the same step in the usual case, and where
+        ``launched`` reaches the same number in every case. What is yielded is
         the user's own module (of a fleet the first hosted one) with other numbers in it.
         """
         self._require_running("consensus")
@@ -284,6 +286,7 @@ class LocalSGD:
                 snapshots.rows.replace(0, landing.target)
             snapshots.buffers.write(0, snapshots.buffers.pooled(landing.header.exact))
         self._phase = "in consensus"
+        self._host.show_consensus(True)
         self._hooks.refusal = "optimizer.step() inside consensus(): the step would be lost when it ends"
         try:
             yield model
@@ -291,6 +294,7 @@ class LocalSGD:
             if self._phase == "in consensus":  # and not abandoned inside
                 self._phase = "running"
             self._hooks.refusal = None
+            self._host.show_consensus(False)
             with torch.inference_mode(False), torch.no_grad():
                 snapshots.rows.replace(0, own)
                 for tensor, value in own_buffers:
@@ -307,7 +311,7 @@ class LocalSGD:
         """
         if self._phase in ("new", "in consensus"):
             raise UsageError(f"state_dict() {_WHEN[self._phase]}")
-        self._books.saved = True
+        self._books.saves += 1
         return {
             "setup": self._setup(),
             "lane": lane_state(self._loop, self._averages, self._clock),
@@ -349,11 +353,13 @@ class LocalSGD:
             start_from_worker_0(self._comm, self._host.modules)
             snapshots.buffers.settle(snapshots.rows.dtype, snapshots.rows.device)
             self._averages.memory = self._averaging.init(snapshots.row(0), len(self._comm.workers))
-        self._averages.count_passes()
-        counts = self._averaging.hears_neighbours_only and not self._host.lies_in_rows
-        self._hooks.hook([self._loop], on_pass=(lambda _: self._averages.count_pass()) if counts else None)
+        skipped = None
+        if self._averaging.hears_neighbours_only and not self._host.lies_in_rows:  # a fleet's workers step together
+            skipped = SkippedSteps()
+            self._averages.skipped = skipped.taken
+        self._hooks.hook([self._loop], skipped=skipped)
         self._clock.begin()
-        self._hooks.advance()
+        self._hooks.advance(hold=True)
 
     def _end(self) -> None:
         """Land what is in flight; then average, marked done, until all workers are."""
@@ -374,7 +380,7 @@ class LocalSGD:
             if others and isinstance(error, AverageTimeout):
                 raise AverageTimeout(
                     f"{error}; another LocalSGD runs in this process: runs that are trained in one loop end together, "
-                    "by `with prsgd.together(a, b):` or prsgd.finish(a, b)"
+                    "by `with prsgd.together(a, b):` or prsgd.finish(a, b), and their epochs by prsgd.epoch(a, b)"
                 ) from None
             raise
 

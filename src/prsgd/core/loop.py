@@ -48,6 +48,8 @@ class Loop:
         self._meeting = Meeting(averages)
         self.average: Average | None = None
         """The one under way."""
+        self.holds = False
+        """Is there one to be launched with the next step?"""
 
     # Steps
 
@@ -75,8 +77,12 @@ class Loop:
             self.paces[i].steps += 1
         return any(pace.is_turn(self._clock(id)) for pace, id in zip(self.paces, self._roll.ids))
 
-    def advance(self) -> None:
-        """At a step boundary: open and close rounds, and launch an average whenever all hosted workers have closed."""
+    def advance(self, *, hold: bool = False) -> None:
+        """At a step boundary: open and close rounds, and launch an average whenever all hosted workers have closed.
+
+        ``hold``: leave what can be launched to the next step, before which all workers are between the same averages.
+        """
+        self.holds = False
         average = self.average
         if average is not None and any(self._roll.done[i] for i in average.to_land):
             self._land(())
@@ -87,10 +93,15 @@ class Loop:
             boards = [pace.boards for pace in self.paces]
             if not any(boards) or not all(boards[i] for i in running):
                 break
+            if hold:
+                self.holds = True
+                break
             self._launch()
 
     def waiting(self) -> list[bool]:
         """By place: those that may take no step before others of this process have closed their rounds."""
+        if self.holds:  # it is launched before the next step
+            return [False] * len(self.paces)
         return [pace.waits(self._clock(id)) for pace, id in zip(self.paces, self._roll.ids)]
 
     def _turn(self, i: int) -> None:
@@ -149,7 +160,6 @@ class Loop:
             if pace.snap.lands_at == pace.steps and i not in answering:
                 blocking.append(i)
         self._books.sent()
-        self._averages.count_passes()
         if blocking or self._roll.all_done:
             self._land(blocking)
         return average
@@ -193,7 +203,8 @@ class Loop:
             record = average.record(
                 round=self._books.round + 1, lr=self._averages.lr(), modelled=self._clock.completed()
             )
-            self._books.enter(record, average.drift, average.drifts, (sum(average.counts), sum(average.bad)))
+            alike = average.arrived.header.sums.are_alike(average.own)
+            self._books.enter(record, average.drift, average.drifts, average.own, alike=alike)
 
     def _end_round(self, i: int) -> None:
         if self._keeps_books:
@@ -217,6 +228,11 @@ class Loop:
                 self._land(())
         for pace in self.paces:
             pace.snap = None
+
+    def reopen(self) -> None:
+        """After an epoch's end: all workers open the same round next, however many they opened themselves."""
+        for pace in self.paces:
+            pace.rounds = self._books.round
 
     def answer(self) -> bool:
         """Bring what there is to the others' next average. Were all workers done?"""

@@ -57,7 +57,7 @@ class Meeting:
             return landing
         self._settle()
         self._books.complete(sums, landing.header.step_seconds or None)
-        self._check_saved(sums)
+        self._check_saved(sums, average.own)
         return landing
 
     def look(self) -> Landing:
@@ -134,7 +134,7 @@ class Meeting:
             raise UsageError(
                 "the models were changed, but no optimizer.step() was seen, so nothing was averaged: LocalSGD must be "
                 "given the optimizer whose step() is called (not one that updates by other methods, as SAM's "
-                "first_step and second_step do: hook its base_optimizer)"
+                "first_step and second_step do: hook its base_optimizer), and of several the last one's step counts"
             )
         exact = self._sum(look=True, everybody=True, alike=True)
         if exact.target is None:
@@ -175,17 +175,19 @@ class Meeting:
         raise MismatchError(
             f"round {self._books.round + 1}: {sums.consensus:g} of {members} workers called "
             f"consensus() while {averaged:g} averaged: every worker must call it, not worker 0 alone, and between the "
-            "same two averages; where workers have different numbers of batches call it by local.round, pad the "
-            "sampler, or put each epoch into `with local.epoch():` and call it after that"
+            "same two averages; where workers take different steps or have different numbers of batches call it by "
+            "local.launched, pad the sampler, or put each epoch into `with local.epoch():` and call it after that"
         )
 
-    def _check_saved(self, sums: Sums) -> None:
-        expected = len(self._comm.members) - sums.done
-        if 0 < sums.saved < expected:
+    def _check_saved(self, sums: Sums, own: Sums) -> None:
+        """``own``: what this process told with it."""
+        running = len(self._comm.members) - sums.done
+        hosted = len(self._averages.paces) - own.done
+        if hosted and sums.saved * hosted != own.saved * running:
             warnings.warn(
-                f"round {self._books.round}: {sums.saved:g} of {expected:g} workers saved a state since the last "
-                "average: states fit together only if all are taken between the same two averages, so save by "
-                "local.launched instead of local.step",
+                f"round {self._books.round + 1}: not all workers saved a state equally often since the last average "
+                f"({own.saved / hosted:g} times here, {sums.saved / running:.3g} in the mean): states fit together "
+                "only if all are taken between the same two averages, so save by local.launched, not by local.step",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from prsgd.averaging.base import Averaging, Memory
@@ -15,8 +17,8 @@ from prsgd.errors import CheckpointError, PrsgdError
 
 
 def described(part: object) -> str:
-    """A schedule or an averaging in words that are the same in every process and every run."""
-    return repr(part) if is_dataclass(part) else type(part).__name__
+    """A schedule or an averaging in words that are the same in every process and every run: no addresses of memory."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(part)) if is_dataclass(part) else type(part).__name__
 
 
 def check_setup(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -37,21 +39,29 @@ def check_setup(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             )
 
 
-def check_memory(averaging: Averaging, memory: Memory, fresh: Memory) -> None:
-    """Does ``memory`` hold what this averaging begins with, in the same sizes?"""
+def check_memory(averaging: Averaging, memory: Memory, fresh: Memory, width: int) -> None:
+    """Does ``memory`` hold what this averaging begins with, in the same sizes, and else only rows of ``width``?"""
+    for name, value in memory.items():
+        if isinstance(value, Tensor) and name not in fresh and (value.dim() == 0 or value.shape[-1] != width):
+            raise CheckpointError(f"the state does not fit: averaging {name!r} is {tuple(value.shape)}")
     for name, value in fresh.items():
         if name not in memory:
             raise CheckpointError(
                 f"the state is of a run with another averaging than {described(averaging)}: it does not hold {name!r}"
             )
         if isinstance(value, Tensor):
-            check_shape(f"averaging {name!r}", memory[name], tuple(value.shape))
+            check_tensor(f"averaging {name!r}", memory[name], tuple(value.shape), value.dtype)
+        elif type(memory[name]) is not type(value):
+            raise CheckpointError(f"the state does not fit: averaging {name!r} is {memory[name]!r}")
 
 
-def check_shape(what: str, tensor: Any, shape: tuple[int, ...]) -> None:
+def check_tensor(what: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Is it a tensor of this shape and dtype?"""
     found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
     if found != shape:
         raise CheckpointError(f"the state does not fit: {what} is {found}, this run's has the shape {shape}")
+    if tensor.dtype != dtype:
+        raise CheckpointError(f"the state does not fit: {what} is of {tensor.dtype}, this run's of {dtype}")
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 
 from prsgd.core.local_sgd import LocalSGD
 
@@ -15,23 +16,49 @@ def finish(*runs: LocalSGD) -> None:
     One ``run.finish()`` after another would wait for ever if workers have different numbers of batches: a worker that
     ends the first run would not answer the second one's averages meanwhile.
     """
+    _at_once("finish", runs, [run.finish for run in _checked("finish", runs)])
+
+
+@contextmanager
+def epoch(*runs: LocalSGD) -> Iterator[None]:
+    """``with run.epoch():`` of several runs at once, for loops in which each worker's epoch may have another length.
+
+    One ``run.epoch()`` inside another would wait for ever, as one ``finish()`` after another would.
+    """
+    ends = [run.epoch() for run in _checked("epoch", runs)]
+    for end in ends:
+        end.__enter__()
+    yield
+    _at_once("epoch", runs, [partial(end.__exit__, None, None, None) for end in ends])
+
+
+def _checked(call: str, runs: Sequence[LocalSGD]) -> Sequence[LocalSGD]:
     if not runs or not all(isinstance(run, LocalSGD) for run in runs):
-        raise ValueError(f"finish() takes runs of LocalSGD, got {runs!r}")
+        raise ValueError(f"{call}() takes runs of LocalSGD, got {runs!r}")
+    if len(set(map(id, runs))) < len(runs):
+        raise ValueError(f"{call}() takes each run once, got one of them twice")
     remote = [run for run in runs if len(run.comm.workers) < run.comm.num_workers]
     if len({id(run.comm) for run in remote}) < len(remote):
         raise ValueError(
             "runs that end together need a communicator each, since their averages may come in another order in "
             "another process: give each its own comm, or none"
         )
-    with ThreadPoolExecutor(len(runs)) as pool:
-        futures = [pool.submit(run.finish) for run in runs]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        failed = next((f for f in futures if f.done() and f.exception() is not None), None)
-        if failed is not None:
+    return runs
+
+
+def _at_once(call: str, runs: Sequence[LocalSGD], ends: Sequence[Callable[[], object]]) -> None:
+    """Call all of them, each in a thread of its own; if one fails, or somebody interrupts, all runs are abandoned."""
+    with ThreadPoolExecutor(len(runs), thread_name_prefix=f"prsgd-{call}") as pool:
+        futures = [pool.submit(end) for end in ends]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                if future.done():
+                    future.result()
+        except BaseException:
             for run in runs:
                 run.abandon()  # so that nobody waits for what cannot come
-    if failed is not None:
-        failed.result()
+            raise
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prsgd.core.resuming import check_shape
+from prsgd.core.resuming import check_tensor
 from prsgd.replicas.buffers import Buffers
 from prsgd.replicas.optimizer_state import OptimizerState
 from prsgd.replicas.rows import Rows
@@ -34,6 +34,8 @@ class Boarded:
     """Room for one collective of all of it and ``tail`` more numbers."""
     bad: tuple[bool, ...]
     """Per hosted worker: is its model not finite?"""
+    totals: tuple[float, ...]
+    """Per hosted worker: the sum of its parameters, the same for models that are alike to the last bit."""
 
 
 class Snapshots:
@@ -82,16 +84,11 @@ class Snapshots:
             # With overlap an average may be in flight, so a look has memory of its own while it lasts.
             flat = self._new(self._flat_width) if self._overlap else self._flat_buffer()
             snap, extras, buffers = self._in_place(flat)
-        bad = tuple(not self._finite(i, *parts) for i, parts in enumerate(zip(snap, extras, buffers)))
+        totals = tuple(map(float, self._sums))
+        bad = tuple(not _finite(*parts) for parts in zip(totals, snap, extras, buffers))
         for i in (i for i, is_bad in enumerate(bad) if is_bad):
             self.not_finite[i] = self.buffers.not_finite(i)
-        return Boarded(snap, extras, buffers, flat, bad)
-
-    def _finite(self, i: int, row: Tensor, extras: Tensor, buffers: Tensor) -> bool:
-        beside = [part for part in (extras, buffers) if part.numel()]
-        if math.isfinite(sum(float(part.sum()) for part in beside) + float(self._sums[i])):
-            return True
-        return all(bool(torch.isfinite(part).all()) for part in (row, *beside))
+        return Boarded(snap, extras, buffers, flat, bad, totals)
 
     def brought(self, i: int, snap: Tensor) -> Tensor:
         """What worker i brought to an average that was launched with ``snap`` and has not landed on it."""
@@ -123,12 +120,12 @@ class Snapshots:
             state["snapshots"] = self._snapshots().clone()
         return state
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any], *, with_snapshots: bool) -> None:
         """Raise an error unless ``load_state_dict`` can take it."""
-        for name, shape in self.buffers.state_shapes().items():
-            check_shape(f"buffers {name!r}", state["buffers"][name], shape)
-        if "snapshots" in state:
-            check_shape("snapshots", state["snapshots"], (self._hosted, sum(self._widths)))
+        for name, (shape, dtype) in self.buffers.state_kinds(self.rows.dtype).items():
+            check_tensor(f"buffers {name!r}", state["buffers"][name], shape, dtype)
+        if with_snapshots or "snapshots" in state:
+            check_tensor("snapshots", state["snapshots"], (self._hosted, sum(self._widths)), self.rows.dtype)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.buffers.load_state_dict(state["buffers"])
@@ -153,3 +150,11 @@ class Snapshots:
     def _new(self, *shape: int) -> Tensor:
         with torch.inference_mode(False):  # it outlives an evaluation during which it may be made
             return torch.zeros(*shape, dtype=self.rows.dtype, device=self.rows.device)
+
+
+def _finite(total: float, row: Tensor, extras: Tensor, buffers: Tensor) -> bool:
+    """Are all numbers finite? The sum tells at once, unless it overflows."""
+    beside = [part for part in (extras, buffers) if part.numel()]
+    if math.isfinite(sum(float(part.sum()) for part in beside) + total):
+        return True
+    return all(bool(torch.isfinite(part).all()) for part in (row, *beside))

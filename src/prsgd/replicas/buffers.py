@@ -155,13 +155,15 @@ class Buffers:
     def state_dict(self) -> dict[str, Tensor]:
         return {"adopted": self._adopted.clone(), "counted": self._counted.clone()}
 
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of what ``state_dict`` holds."""
+    def state_kinds(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what ``state_dict`` holds, for rows of ``dtype``."""
         floats, integers = self._agreed_sizes
-        return {"adopted": (floats,), "counted": (integers,)}
+        if self._others:
+            dtype = self._others.float_dtype(dtype)
+        return {"adopted": ((floats,), dtype), "counted": ((integers,), torch.long)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Of the shapes that ``state_shapes`` tells."""
+        """Of the kinds that ``state_kinds`` tells."""
         self._adopted, self._counted = state["adopted"].clone(), state["counted"].clone()
 
     def _statistics(self, i: int) -> list[Tensor]:

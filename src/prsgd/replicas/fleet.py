@@ -91,6 +91,8 @@ class Fleet:
         """Workers that wait for others in this round; kept by LocalSGD."""
         self.stopped: set[int] = set()
         self.on_stop: Callable[[], None] | None = None
+        self.shows_consensus = False
+        """Does the first hosted module hold the average of all, inside ``consensus()``?"""
         self._random = [_first_random_state(seed, worker, self.rows.device) for worker in self.workers]
 
     @property
@@ -200,6 +202,8 @@ class Fleet:
 
     def state_dict(self) -> dict[str, Any]:
         """All hosted workers: models, random numbers, who has stopped. Plain numbers, strings and tensors."""
+        if self.shows_consensus:
+            raise UsageError("fleet.state_dict() inside consensus(): the first module is not its worker's own there")
         return {
             "mode": self.mode,
             "compile": self.compile,

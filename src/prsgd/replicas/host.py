@@ -54,6 +54,10 @@ class Host(Protocol):
         """All workers have data again."""
         ...
 
+    def show_consensus(self, shown: bool) -> None:
+        """The first module holds the average of all workers, or its own model again."""
+        ...
+
     def release(self) -> None:
         """The run is over."""
         ...
@@ -91,6 +95,9 @@ class OwnModel(Host):
 
     def reopen(self) -> None:
         """Nothing was stopped."""
+
+    def show_consensus(self, shown: bool) -> None:
+        """The user knows, and may well save it."""
 
     def release(self) -> None:
         """Nothing was held."""
@@ -132,6 +139,9 @@ class WholeFleet(Host):
 
     def reopen(self) -> None:
         self._fleet.stopped = set()
+
+    def show_consensus(self, shown: bool) -> None:
+        self._fleet.shows_consensus = shown
 
     def release(self) -> None:
         self._fleet.on_stop, self._fleet.idle, self._fleet.stopped = None, set(), set()

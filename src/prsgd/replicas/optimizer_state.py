@@ -18,12 +18,14 @@ class OptimizerState:
     """The hosted workers' optimizer state, each worker's as one row."""
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], workers: Sequence[Mapping[str, Parameter]], *, travels: bool
+        self, optimizers: Sequence[Optimizer], workers: Sequence[Mapping[str, Parameter]], *, mode: str
     ) -> None:
         self._optimizers = optimizers
+        if mode != "keep":
+            _check_whole(optimizers, mode)
         self._workers = [list(named.values()) for named in workers]
         keys: dict[Parameter, list[tuple[Optimizer, str]]] = {}
-        for optimizer in optimizers if travels else ():
+        for optimizer in optimizers if mode == "average" else ():
             for group, names in zip(optimizer.param_groups, state_keys(optimizer)):
                 for p in group["params"]:
                     keys.setdefault(p, []).extend((optimizer, name) for name in names)
@@ -54,6 +56,17 @@ class OptimizerState:
         places = self._places[i]
         views = row.split([p.numel() for _, p, _ in places]) if places else ()
         return [(o.state.get(p, {}).get(key), p, v.view(p.shape)) for (o, p, key), v in zip(places, views)]
+
+
+def _check_whole(optimizers: Sequence[Optimizer], mode: str) -> None:
+    for optimizer in optimizers:
+        for name, value in vars(optimizer).items():
+            if isinstance(value, Optimizer) and value is not optimizer:
+                kind, inner = type(optimizer).__name__, type(value).__name__
+                raise ValueError(
+                    f'optimizer_state="{mode}" sees what {kind} keeps itself, and not the state of the {inner} in its '
+                    f'{name!r}: use optimizer_state="keep"'
+                )
 
 
 def state_keys(optimizer: Optimizer) -> list[list[str]]:

@@ -107,13 +107,16 @@ class OtherBuffers:
 
     def settled(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """The floats and integers of the first hosted worker, which are those of all."""
-        if any(home.dtype in (torch.float64, torch.complex128) for home in self._floats[0]):
-            dtype = torch.float64
-        floats = torch.zeros(self.num_floats, dtype=dtype, device=device)
+        floats = torch.zeros(self.num_floats, dtype=self.float_dtype(dtype), device=device)
         integers = torch.zeros(self.num_integers, dtype=torch.long, device=device)
         return self._floats_of(0, floats), self._integers_of(0, integers)
 
     # Floats
+
+    def float_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The one in which all floats are kept as they are, beside rows of ``dtype``."""
+        wide = any(home.dtype in (torch.float64, torch.complex128) for home in self._floats[0])
+        return torch.float64 if wide else dtype
 
     def pack(self, i: int, out: Tensor, agreed: Tensor) -> None:
         """out <- worker i's changes, and which buffers have seen something; finite unless it is bad."""

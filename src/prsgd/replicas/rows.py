@@ -23,14 +23,16 @@ NOT_AVERAGED_YET = "sharded models are not averaged yet: give LocalSGD one that 
 
 def trainable(model: nn.Module) -> dict[str, Parameter]:
     """The parameters that travel, or a ValueError that names the first that cannot."""
+    # Its module need not be imported to see that nothing is a DTensor, which takes more than a second.
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            if isinstance(tensor, sharded):
+                raise ValueError(f"{kind} {name!r} is a shard (DTensor), and {NOT_AVERAGED_YET}")
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise ValueError(f"model must have a parameter with requires_grad, {type(model).__name__} has none")
-    # Its module need not be imported to see that nothing is a DTensor, which takes more than a second.
-    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     for name, p in found.items():
-        if isinstance(p, sharded):
-            raise ValueError(f"parameter {name!r} is a shard (DTensor), and {NOT_AVERAGED_YET}")
         if is_lazy(p):
             raise ValueError(f"parameter {name!r} has no shape yet: run the model once before averaging it")
         if p.layout != torch.strided or p.is_complex():
