@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 import prsgd
-from prsgd.averaging.base import Memory
-from prsgd.averaging.changes import Gathered
+from prsgd.averaging.wires.base import Gathered
 
 VALUES, TIMES = 25_000_000, 5
 BYTES_PER_SECOND = 1e9 / 8
@@ -40,9 +39,11 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def pack(form: Gathered, memory: Memory, snap: Tensor) -> None:
+def pack(form: Gathered, model: Tensor, point: Tensor, residual: Tensor) -> None:
     """What a worker does before it sends."""
-    change = form._change(memory, snap, 0)
+    change = model - point
+    if form.keeps_residuals:
+        change += residual
     encoded = form.encode(change)
     if form.keeps_residuals:
         form.add(encoded, change, -1.0)
@@ -56,14 +57,13 @@ def measure() -> dict[str, tuple[float, float]]:
     unpacking: dict[str, list[float]] = {name: [] for name in FORMS}
     for _ in range(TIMES + 1):
         for name, form in FORMS.items():
-            memory = form.init(torch.zeros(VALUES), 1)
-            packing[name].append(seconds(partial(pack, form, memory, change.unsqueeze(0))))
+            packing[name].append(seconds(partial(pack, form, change, torch.zeros(VALUES), torch.zeros(VALUES))))
             unpacking[name].append(seconds(partial(form.add, form.encode(change), total)))
     return {name: (median(packing[name][1:]), median(unpacking[name][1:])) for name in FORMS}
 
 
 def half(change: Tensor) -> float:
-    """mean(dtype=torch.bfloat16): rounding the change, and back."""
+    """mean(wire=half()): rounding the change, and back."""
     return median(seconds(lambda: change.bfloat16().float()) for _ in range(TIMES))
 
 

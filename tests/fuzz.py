@@ -171,7 +171,7 @@ def _looks(fleet: Outcome, ranks: Sequence[Outcome], close: Callable[[Tensor, Te
 
 def _records(scenario: Scenario, fleet: Outcome, ranks: Sequence[Outcome], *, half: bool) -> Iterator[str]:
     near = 1e-2 if half else 1e-6 if scenario.optimizer in ("adam", "two") else 1e-9
-    unknown = scenario.averaging.startswith(("gossip", "quantized", "sparse")) or "float16" in scenario.averaging
+    unknown = any(word in scenario.averaging for word in ("gossip", "quantized", "sparse", "float16"))
     for rank, outcome in enumerate(ranks):
         if len(outcome.records) != len(fleet.records):
             yield f"number of records: rank {rank} has {len(outcome.records)}, the fleet {len(fleet.records)}"

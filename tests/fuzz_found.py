@@ -41,7 +41,7 @@ FOUND = {
         averaging="mean('samples')", schedule="every(1)", batches=(0, 1), form="fleet", nans=((1, 1, "gradient"),)
     ),
     "nobody is rescued by steps among signs": Scenario(
-        averaging="quantized('sign', bucket=16, weights='steps')",
+        averaging="mean('steps', quantized('sign', bucket=16))",
         schedule="every(1)",
         batches=(0, 1),
         form="fleet",

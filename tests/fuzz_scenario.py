@@ -111,7 +111,7 @@ def draw(seed: int) -> Scenario:
         batches = (dice.randint(0 if dice.random() < 0.1 else 2, 9),) * num_workers
     else:
         batches = tuple(dice.randint(0, 9) for _ in range(num_workers))
-    states, gathers = ["keep", "keep", "reset"], averaging.startswith(("gossip", "quantized", "sparse"))
+    states, gathers = ["keep", "keep", "reset"], any(word in averaging for word in ("gossip", "quantized", "sparse"))
     if overlap < 2 and not gathers:
         states.append("average")
     by_samples = "samples" in averaging
@@ -170,7 +170,7 @@ def _averaging(dice: random.Random, num_workers: int) -> str:
             "mean(dtype=bfloat16)",
             dice.choice(["mean('steps', dtype=bfloat16)", "mean(dtype=float16)"]),
             "outer()",
-            dice.choice(["outer(1.0, 0.0)", "outer(0.5, 0.5, nesterov=False)", "outer(weights='steps')"]),
+            dice.choice(["outer(1.0, 0.0)", "outer(0.5, 0.5, nesterov=False)", "outer(of=mean('steps'))"]),
             "outer(1.0, 0.7, nesterov=False, by_inner_lr=True)",
             "easgd()",
             "easgd(alpha=0.3, beta=0.5)",
@@ -179,8 +179,10 @@ def _averaging(dice: random.Random, num_workers: int) -> str:
             "quantized(4, bucket=16)",
             "quantized('ternary', bucket=8)",
             "quantized('sign', bucket=16)",
-            dice.choice(["quantized(1, bucket=16)", "quantized('sign', bucket=16, weights='steps')"]),
+            dice.choice(["quantized(1, bucket=16)", "mean('steps', quantized('sign', bucket=16))"]),
             f"sparse({dice.choice([0.1, 0.2, 0.5])})",
+            "outer(of=mean(wire=quantized(4, bucket=16)))",
+            "outer(0.5, 0.5, of=mean('samples', sparse(0.2)))",
         ]
     )
 

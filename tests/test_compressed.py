@@ -13,8 +13,8 @@ from torch import Tensor
 
 import prsgd
 from prsgd.averaging.base import SUMS_WIDTH
-from prsgd.averaging.changes import Gathered
-from prsgd.averaging.packing import pack, packed_bytes, unpack
+from prsgd.averaging.wires.base import Gathered
+from prsgd.averaging.wires.packing import pack, packed_bytes, unpack
 from tests.problems import train_fleet, walk
 
 QUANTIZERS = {str(bits): prsgd.quantized(bits, bucket=32) for bits in (1, 2, 3, 4, 5, 8, 11, 16, "ternary")}
@@ -101,11 +101,12 @@ def test_buckets_have_scales_of_their_own() -> None:
     assert torch.equal(one.decode(one.encode(values), values), values)
 
 
-@pytest.mark.parametrize("averaging", [prsgd.quantized("sign", bucket=8), prsgd.sparse(0.1)], ids=str)
-def test_error_feedback_loses_nothing(averaging: Any) -> None:
+@pytest.mark.parametrize("wire", [prsgd.quantized("sign", bucket=8), prsgd.sparse(0.1)], ids=str)
+def test_error_feedback_loses_nothing(wire: Any) -> None:
     """Over any number of averages: what was sent and what is kept add up to what there was to send."""
     comm = prsgd.InProcess(3)
     point = random(50)
+    averaging = prsgd.mean(wire=wire)
     memory = averaging.init(point, 3)
     header = make_header(3)
     total = torch.zeros(3, 50, dtype=torch.float64)
@@ -114,7 +115,7 @@ def test_error_feedback_loses_nothing(averaging: Any) -> None:
         change = torch.stack([random(50, 100 * average + worker) for worker in range(3)])
         before = memory["point"]
         landing = averaging.launch(memory, comm, before + change, header).wait()
-        memory = landing.memory
+        memory = landing.memory or {}
         total += change
         moved += landing.target - before
         kept = memory["residuals"]
@@ -134,7 +135,7 @@ def make_header(n: int) -> prsgd.Header:
 
 def test_signs_by_hand() -> None:
     """Two numbers in one bucket. Worker 0 changes by (3, 1), worker 1 by (-1, 5), twice."""
-    averaging = prsgd.quantized("sign")
+    averaging = prsgd.mean(wire=prsgd.quantized("sign"))
     memory = averaging.init(torch.zeros(2, dtype=torch.float64), 2)
     change = torch.tensor([[3.0, 1.0], [-1.0, 5.0]], dtype=torch.float64)
     comm = prsgd.InProcess(2)
@@ -154,7 +155,7 @@ def test_signs_by_hand() -> None:
 @pytest.mark.parametrize(("bits", "unit"), [(4, 1.0), ("ternary", 7.0), (2, 7.0)], ids=["4 bits", "ternary", "2 bits"])
 def test_levels_walk_by_hand(bits: int | str, unit: float) -> None:
     """Changes that lie on levels need no coin: 4 bits have -7 ... 7 sevenths of the largest, three levels -1, 0, 1."""
-    averaging = prsgd.quantized(bits)
+    averaging = prsgd.mean(wire=prsgd.quantized(bits))
     memory = averaging.init(torch.zeros(3, dtype=torch.float64), 2)
     comm = prsgd.InProcess(2)
     first = torch.tensor([[7.0, unit * (bits == 4), -7.0], [0.0, 7.0, 7.0]], dtype=torch.float64)
@@ -178,7 +179,7 @@ def test_one_scale_for_all() -> None:
 
 
 def test_the_largest_by_hand() -> None:
-    averaging = prsgd.sparse(0.5)
+    averaging = prsgd.mean(wire=prsgd.sparse(0.5))
     memory = averaging.init(torch.zeros(4, dtype=torch.float64), 2)
     change = torch.tensor([[3.0, -4.0, 1.0, 2.0], [0.0, 1.0, 6.0, -5.0]], dtype=torch.float64)
     comm = prsgd.InProcess(2)
@@ -250,7 +251,7 @@ def test_rounding_follows_the_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("averaging", "format_bytes"),
+    ("wire", "format_bytes"),
     [
         (prsgd.quantized(4), lambda p: p * 4 / 8 + p / 512 * 4),
         (prsgd.quantized(8), lambda p: p + p / 512 * 4),
@@ -260,14 +261,16 @@ def test_rounding_follows_the_seed() -> None:
         (prsgd.quantized("sign"), lambda p: p / 8 + p / 512 * 4),
         (prsgd.sparse(0.01), lambda p: p * 0.01 * 6),
     ],
-    ids=str,
+    ids=lambda value: None if callable(value) else str(value),
 )
-def test_bytes_within_2_percent_of_the_format(averaging: Any, format_bytes: Any) -> None:
+def test_bytes_within_2_percent_of_the_format(wire: Any, format_bytes: Any) -> None:
     p, n = 50_000, 4
+    averaging = prsgd.mean(wire=wire)
     memory = averaging.init(torch.zeros(p), n)
     header = prsgd.Header(
-        make_header(n).sums, torch.zeros(0), torch.zeros(n, 0), counts=(True,) * n, bad=(False,) * n, steps=(1,) * n
-    )
+        make_header(n).sums, torch.zeros(0), torch.zeros(n, 0), counts=(True,) * n, bad=(False,) * n, steps=(1,) * n,
+        samples=(1,) * n,
+    )  # fmt: skip
     landing = averaging.launch(memory, prsgd.InProcess(n), random(n * p, dtype=torch.float32).view(n, p), header).wait()
     declared = (n - 1) * (format_bytes(p) + (SUMS_WIDTH + 1) * 4)
     assert landing.bytes_sent == pytest.approx(declared, rel=0.02)
@@ -288,8 +291,12 @@ def test_bad_input() -> None:
         with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got"):
             prsgd.sparse(density)  # type: ignore[arg-type]
     for dtype in (torch.int8, torch.float32, "bfloat16"):
-        with pytest.raises(ValueError, match=r"dtype must be torch.bfloat16, torch.float16 or None, got"):
+        with pytest.raises(ValueError, match=r"dtype must be torch.bfloat16 or torch.float16, got"):
             prsgd.mean(dtype=dtype)  # type: ignore[arg-type]
-    for build in (lambda: prsgd.quantized(4, weights="x"), lambda: prsgd.sparse(0.1, weights="x")):
+    for wire in (None, prsgd.quantized(4), prsgd.sparse(0.1)):
         with pytest.raises(ValueError, match="weights must be one of"):
-            build()
+            prsgd.mean("x", wire)
+    with pytest.raises(ValueError, match=r"wire must be one such as half\(\) or quantized\(4\), got 4"):
+        prsgd.mean(wire=4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"of must be a mean\(\), got quantized"):
+        prsgd.outer(of=prsgd.quantized(4))  # type: ignore[arg-type]

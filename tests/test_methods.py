@@ -52,7 +52,7 @@ def test_the_table_is_complete() -> None:
 def test_parts() -> None:
     shown = {name: str(method.build(methods.Settings(period=method.period or 1))) for name, method in METHODS.items()}
     assert shown["d-psgd"] == "every(1) + gossip(graph='ring')"
-    assert shown["qsgd"] == "every(1) + quantized(bits=4, bucket=512)"
+    assert shown["qsgd"] == "every(1) + mean(wire=quantized(bits=4, bucket=512))"
     assert shown["pr-sgd-momentum"] == 'every(8) + mean(), optimizer_state="average"'
 
 

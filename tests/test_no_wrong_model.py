@@ -21,7 +21,7 @@ from tests.ranks import run_ranks, try_ranks
 from tests.test_averagings import ALL
 
 cross_entropy = nn.functional.cross_entropy
-EVERY = {
+EVERY: dict[str, Any] = {
     **ALL,
     "mean": prsgd.mean(),
     "mean by steps": prsgd.mean("steps"),

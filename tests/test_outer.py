@@ -129,7 +129,7 @@ def test_bad_input() -> None:
     for bad, message in (
         ({"lr": 0}, "lr must be a finite number > 0, got 0"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
-        ({"weights": "fair"}, "weights must be one of"),
+        ({"of": prsgd.outer()}, r"of must be a mean\(\), got outer"),
     ):
         with pytest.raises(ValueError, match=message):
             prsgd.outer(**bad)

@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     from prsgd.averaging.gossip import gossip
     from prsgd.averaging.mean import mean
     from prsgd.averaging.outer import outer
-    from prsgd.averaging.quantized import quantized
-    from prsgd.averaging.sparse import sparse
+    from prsgd.averaging.weights import Brought, Weights
+    from prsgd.averaging.wires.base import Wire
+    from prsgd.averaging.wires.half import half
+    from prsgd.averaging.wires.quantized import quantized
+    from prsgd.averaging.wires.sparse import sparse
     from prsgd.comm.base import Communicator, Done, Then, Work
     from prsgd.comm.in_process import InProcess
     from prsgd.comm.joining import init
@@ -44,6 +47,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AverageTimeout": "errors",
     "Averaging": "averaging.base",
+    "Brought": "averaging.weights",
     "CheckpointError": "errors",
     "Communicator": "comm.base",
     "DivergedError": "errors",
@@ -64,6 +68,8 @@ _HOME = {
     "Then": "comm.base",
     "TorchDistributed": "comm.torch_distributed",
     "UsageError": "errors",
+    "Weights": "averaging.weights",
+    "Wire": "averaging.wires.base",
     "Work": "comm.base",
     "easgd": "averaging.easgd",
     "epoch": "core.several",
@@ -71,6 +77,7 @@ _HOME = {
     "finish": "core.several",
     "gossip": "averaging.gossip",
     "growing": "schedules.growing",
+    "half": "averaging.wires.half",
     "init": "comm.joining",
     "launch": "comm.launching",
     "mean": "averaging.mean",
@@ -79,8 +86,8 @@ _HOME = {
     "outer": "averaging.outer",
     "per_worker": "schedules.fixed",
     "probe": "theory.probe",
-    "quantized": "averaging.quantized",
-    "sparse": "averaging.sparse",
+    "quantized": "averaging.wires.quantized",
+    "sparse": "averaging.wires.sparse",
     "timed": "schedules.speed",
     "together": "core.several",
 }
@@ -88,6 +95,7 @@ _HOME = {
 __all__ = [
     "AverageTimeout",
     "Averaging",
+    "Brought",
     "CheckpointError",
     "Communicator",
     "DivergedError",
@@ -108,6 +116,8 @@ __all__ = [
     "Then",
     "TorchDistributed",
     "UsageError",
+    "Weights",
+    "Wire",
     "Work",
     "easgd",
     "epoch",
@@ -115,6 +125,7 @@ __all__ = [
     "finish",
     "gossip",
     "growing",
+    "half",
     "init",
     "launch",
     "mean",

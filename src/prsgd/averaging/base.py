@@ -9,13 +9,14 @@ and how a model that is not finite is replaced is the loop's business: no averag
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from prsgd.averaging.weights import Brought
 from prsgd.comm.base import Communicator, Work
 from prsgd.schedules.base import ByClock, Schedule, SharesSpeed
 
@@ -104,16 +105,47 @@ class Header:
     skipped: tuple[int, ...] = ()
     """Per hosted worker: steps that it skipped since the last average; empty unless it hears neighbours only."""
 
-    def tail(self) -> Tensor:
-        """What is summed as it is."""
-        return torch.cat([self.exact.new_tensor((*self.sums.packed(), *self.step_seconds)), self.exact])
+    workers: tuple[int, ...] = ()
+    """Per hosted worker: its id."""
+    losses: tuple[Callable[[], float | None], ...] = ()
+    """Per hosted worker: asks for the mean loss of its round."""
+    tells: tuple[float, ...] = ()
+    """By worker id, 0 where not hosted, as sent; of all workers as landed. Empty unless the averaging ``tells``."""
+    told: tuple[float, ...] = ()
+    """What all told so with the average before."""
 
-    def landed(self, extras: Tensor, tail: Tensor) -> Header:
-        """The header of all workers, from what came back."""
-        known = SUMS_WIDTH + len(self.step_seconds)
-        numbers = tail[:known].tolist()
-        sums, seconds = Sums.unpacked(numbers[:SUMS_WIDTH]), tuple(numbers[SUMS_WIDTH:])
-        return replace(self, extras=extras, sums=sums, step_seconds=seconds, exact=tail[known:])
+    @property
+    def brought(self) -> list[Brought]:
+        """What the hosted workers bring, for their weights."""
+        n = len(self.counts)
+        ids, losses = self.workers or range(n), self.losses or (_unknown,) * n
+        each = zip(ids, self.steps, self.samples, losses)
+        return [Brought(id, steps, samples, self.told, loss) for id, steps, samples, loss in each]
+
+    def numbers(self) -> Tensor:
+        """What the loop tells, to be summed as it is."""
+        return self.exact.new_tensor((*self.sums.packed(), *self.step_seconds, *self.tells))
+
+    def tail(self) -> Tensor:
+        """All that is summed as it is: the numbers, and the buffers."""
+        return torch.cat([self.numbers(), self.exact])
+
+    def landed(self, extras: Tensor, tail: Tensor, exact: Tensor | None = None) -> Header:
+        """The header of all workers, from what came back; ``exact`` unless it is the rest of the tail."""
+        ends = SUMS_WIDTH, SUMS_WIDTH + len(self.step_seconds), SUMS_WIDTH + len(self.step_seconds) + len(self.tells)
+        numbers = tail[: ends[2]].tolist()
+        return replace(
+            self,
+            extras=extras,
+            sums=Sums.unpacked(numbers[: ends[0]]),
+            step_seconds=tuple(numbers[ends[0] : ends[1]]),
+            tells=tuple(numbers[ends[1] :]),
+            exact=tail[ends[2] :] if exact is None else exact,
+        )
+
+
+def _unknown() -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -177,6 +209,15 @@ class Averaging(ABC):
 
     def check(self, setting: Setting) -> None:  # noqa: B027 - most work with everything
         """Raise a ValueError that says why it cannot work with this setting."""
+
+    @property
+    def tells(self) -> bool:
+        """Has each worker a number to ``tell`` all others?"""
+        return False
+
+    def tell(self, brought: Brought) -> float:
+        """A number that all workers know one average later, as ``header.told``."""
+        return 0.0
 
     def init(self, point: Tensor, hosted: int) -> Memory:
         """What it remembers before the first average: all workers, ``hosted`` of them here, begin at ``point`` (P,)."""

@@ -1,100 +1,125 @@
-"""The paper's averaging: the mean of all workers' models, in one all-reduce."""
+"""The paper's averaging: the mean of all workers' models. Two choices make it: the weights, and the wire."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 
 import torch
 from torch import Tensor
 
-from prsgd.averaging.base import Averaging, Header, Landing, Memory
-from prsgd.averaging.changes import Arrived, Changes
-from prsgd.averaging.summed import check_weights, summed, weighted_sum, weights_of
-from prsgd.comm.base import Both, Communicator, Then, Work
-
-HALF = (torch.bfloat16, torch.float16)
+from prsgd.averaging import weights as weighing
+from prsgd.averaging.base import Averaging, Header, Landing, Memory, Setting
+from prsgd.averaging.summed import summed, weighted_sum
+from prsgd.averaging.wires.base import Arrived, Change, Wire
+from prsgd.averaging.wires.half import half
+from prsgd.comm.base import Communicator, Then, Work
 
 
 @dataclass(frozen=True)
 class mean(Averaging):  # noqa: N801 - a word in the user's sentence
-    """The mean of the workers' models, each counting the same (the paper), or by its steps or samples of the round.
+    """The mean of the workers' models, each counting the same (the paper), or by its "steps" or "samples" of the round,
+    or by a function of what it brings (``prsgd.Brought``).
 
-    ``weights="samples"`` needs ``local.log(samples=...)`` *before* each ``optimizer.step()``.
-    ``dtype=torch.bfloat16`` halves the bytes: what travels is each model's change since the last average, rounded.
-    ``torch.float16`` has more digits and a narrow range: what is too small or too large for it is kept, and goes with
-    a later change, which takes one more row of memory per worker.
+    ``weights="samples"`` needs ``local.log(samples=...)`` *before* each ``optimizer.step()``. With a ``wire`` what
+    travels is each model's change since the last average, in a cheaper form: ``half()``, ``quantized(4)``,
+    ``sparse(0.01)``. ``dtype=torch.bfloat16`` is short for ``wire=half(torch.bfloat16)``.
 
-    >>> mean()
-    mean(weights='uniform', dtype=None)
+    >>> mean("steps", wire=half())
+    mean(weights='steps', wire=half(dtype=torch.bfloat16))
     """
 
-    weights: str = "uniform"
-    dtype: torch.dtype | None = None
+    weights: weighing.AnyWeights = "uniform"
+    wire: Wire | None = None
+    dtype: InitVar[torch.dtype | None] = None
 
-    def __post_init__(self) -> None:
-        check_weights(self.weights)
-        if self.dtype is not None and self.dtype not in HALF:
-            raise ValueError(f"dtype must be torch.bfloat16, torch.float16 or None, got {self.dtype!r}")
-        if self.dtype is torch.float16 and self.weights != "uniform":
-            raise ValueError(
-                f'weights "{self.weights}" times changes may be more than float16 holds: use dtype=torch.bfloat16'
-            )
-
-    def init(self, point: Tensor, hosted: int) -> Memory:
-        return {} if self.dtype is None else _Rounded(self.weights, self.dtype).init(point, hosted)
-
-    def weigh(self, header: Header) -> Sequence[float]:
-        return weights_of(self.weights, header)
-
-    def launch(self, memory: Memory, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
-        if self.dtype is not None:
-            return _Rounded(self.weights, self.dtype).launch(memory, comm, snap, header)
-        return summed(comm, snap, header, self.weigh(header))
-
-
-@dataclass(frozen=True)
-class _Rounded(Changes):
-    """Changes rounded to half precision by each worker, and summed in it; optimizer state and the header in full."""
-
-    weights: str
-    dtype: torch.dtype
+    def __post_init__(self, dtype: torch.dtype | None) -> None:
+        weighing.found(self.weights)
+        if not isinstance(self.wire, Wire | None):
+            raise ValueError(f"wire must be one such as half() or quantized(4), got {self.wire!r}")
+        if dtype is not None:
+            if self.wire is not None:
+                raise ValueError("wire and dtype are two ways to say how changes travel: give one of them")
+            object.__setattr__(self, "wire", half(dtype))
+        if self.wire is not None:
+            self.wire.check_weights(self.weights)
 
     @property
-    def keeps_residuals(self) -> bool:  # type: ignore[override]
-        return self.dtype is torch.float16
+    def tells(self) -> bool:
+        return weighing.found(self.weights).tells
 
-    def _send(
-        self,
-        memory: Memory,
-        comm: Communicator,
-        snap: Tensor,
-        weights: Sequence[float],
-        header: Header,
-        kept: dict[int, Tensor],
-    ) -> Work[Arrived]:
-        point, num_extras = memory["point"], header.extras.shape[1]
-        changes = torch.zeros_like(point, dtype=self.dtype)
-        for i, weight in enumerate(weights):
-            if weight:
-                change = self._change(memory, snap, i)
-                rounded = self._rounded(change, weight, comm.num_workers)
-                changes += rounded  # in half precision, as processes add up theirs
-                if self.keeps_residuals:
-                    kept[i] = change - rounded.to(point.dtype)
-        extras = point.new_zeros(num_extras)
-        weighted_sum(header.extras, weights, out=extras)
-        full = torch.cat([extras, header.tail().to(point.dtype)])
+    def tell(self, brought: weighing.Brought) -> float:
+        return weighing.found(self.weights).tell(brought)
 
-        def arrived(_: tuple[Tensor, Tensor]) -> Arrived:
-            landed = header.landed(full[:num_extras], full[num_extras:])
-            landed = replace(landed, extras=landed.extras / max(landed.sums.weight, 1e-30))
-            return Arrived(landed, lambda: changes.to(point.dtype))
+    def check(self, setting: Setting) -> None:
+        if self.wire is not None:
+            self.wire.check(setting)
 
-        return Then(Both(comm.all_reduce(full), comm.all_reduce(changes)), arrived)
+    def init(self, point: Tensor, hosted: int) -> Memory:
+        """With a wire: the ``point`` that all last agreed on, the number of ``averages``, and each hosted worker's
+        ``residuals`` (n, P) where the wire leaves something out."""
+        if self.wire is None:
+            return {}
+        memory = {"point": point.clone(), "averages": 0}
+        return {**memory, "residuals": point.new_zeros(hosted, len(point))} if self.wire.keeps_residuals else memory
 
-    def _rounded(self, change: Tensor, weight: float, num_workers: int) -> Tensor:
-        if not self.keeps_residuals:
-            return (change * weight if weight != 1.0 else change).to(self.dtype)
-        most = torch.finfo(self.dtype).max / num_workers  # so that no sum is more than it holds
-        return change.clamp(-most, most).to(self.dtype)
+    def weigh(self, header: Header) -> Sequence[float]:
+        weights = weighing.found(self.weights)
+        return [weighing.checked(weights.weigh(b), b) if c else 0.0 for c, b in zip(header.counts, header.brought)]
+
+    def launch(self, memory: Memory, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
+        if self.wire is None:
+            return summed(comm, snap, header, self.weigh(header))
+        # In a consensus nothing lands, and the loop takes the exact mean: there is nothing to say.
+        weights = [0.0] * len(snap) if header.sums.consensus else self.weigh(header)
+        header = replace(header, sums=header.sums._replace(weight=sum(weights)))
+        changes = [
+            Change(i, comm.workers[i], memory["averages"], weight, lambda i=i: _change(memory, snap, i))  # type: ignore[misc]
+            for i, weight in enumerate(weights)
+            if weight
+        ]
+        work = self.wire.send(comm, changes, memory["point"], header)
+
+        def landing(arrived: Arrived) -> Landing:
+            began = time.perf_counter()
+            found = Landing(
+                target=None,
+                header=arrived.header,
+                bytes_sent=work.bytes_sent,
+                server_bytes_sent=work.server_bytes_sent,
+                hops=work.hops,
+            )
+            if not arrived.header.sums.weight:
+                return found
+            target = memory["point"] + arrived.total().div_(arrived.header.sums.weight)
+            after = {**memory, "point": target, "averages": memory["averages"] + 1}
+            if "residuals" in memory:
+                after["residuals"] = _residuals(memory["residuals"], arrived.kept, header.bad)
+            known = _mean(snap, weights, target) if len(snap) == len(comm.members) else None
+            seconds = time.perf_counter() - began
+            return replace(found, target=target, memory=after, mean=known, copy_seconds=seconds)
+
+        return Then(work, landing)
+
+
+def _change(memory: Memory, snap: Tensor, i: int) -> Tensor:
+    """What hosted worker i has to say, in the dtype of sums, which a half-precision fleet's rows are not."""
+    change: Tensor = snap[i] - memory["point"]
+    return change.add_(memory["residuals"][i]) if "residuals" in memory else change
+
+
+def _residuals(before: Tensor, kept: dict[int, Tensor], bad: Sequence[bool]) -> Tensor:
+    after = before.clone()
+    for i, is_bad in enumerate(bad):
+        if is_bad:  # its model is given up, and so is what it had to say
+            after[i] = 0.0
+    for i, residual in kept.items():
+        after[i] = residual
+    return after
+
+
+def _mean(snap: Tensor, weights: Sequence[float], like: Tensor) -> Tensor:
+    mean = torch.empty_like(like)
+    weighted_sum(snap, weights, out=mean)
+    return mean.div_(sum(weights))

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from prsgd._check import from_zero_to, positive
-from prsgd.averaging.base import Averaging, Header, Landing, Memory
-from prsgd.averaging.summed import check_weights, summed, weights_of
+from prsgd.averaging.base import Averaging, Header, Landing, Memory, Setting
+from prsgd.averaging.mean import mean
+from prsgd.averaging.weights import Brought
 from prsgd.comm.base import Communicator, Then, Work
 
 
@@ -33,8 +34,10 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
     The defaults are DiLoCo's, made for rounds of hundreds of steps of AdamW. With short rounds, or with momentum inside
     too, the two multiply: take a smaller ``momentum``. A run that ends within a round ends with the mean.
 
-    >>> outer()
-    outer(lr=0.7, momentum=0.9, nesterov=True, by_inner_lr=False, weights='uniform')
+    Weights and the wire are the mean's: ``outer(of=mean("samples", wire=sparse(0.02)))`` is SparseLoCo.
+
+    >>> outer(momentum=0.5)
+    outer(lr=0.7, momentum=0.5, nesterov=True, by_inner_lr=False, of=mean(weights='uniform', wire=None))
     """
 
     lr: float = 0.7
@@ -42,37 +45,53 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
     nesterov: bool = True
     by_inner_lr: bool = False
     """Is the momentum kept in units of the workers' own lr? SlowMo does."""
-    weights: str = "uniform"
+    of: mean = field(default_factory=mean)
+    """The mean that it steps along, with its weights and its wire."""
 
     def __post_init__(self) -> None:
         positive("lr", self.lr)
         from_zero_to("momentum", self.momentum, 1.0)
-        check_weights(self.weights)
+        if not isinstance(self.of, mean):
+            raise ValueError(f"of must be a mean(), got {self.of!r}")
+
+    @property
+    def tells(self) -> bool:
+        return self.of.tells
+
+    def tell(self, brought: Brought) -> float:
+        return self.of.tell(brought)
+
+    def check(self, setting: Setting) -> None:
+        self.of.check(setting)
 
     def init(self, point: Tensor, hosted: int) -> Memory:
-        return {"point": point.clone()}
+        """What the mean remembers, whose ``point`` is where outer steps lead; ``velocity`` from the first one on."""
+        return {"point": point.clone(), **self.of.init(point, hosted)}
 
     def weigh(self, header: Header) -> Sequence[float]:
-        return weights_of(self.weights, header)
+        return self.of.weigh(header)
 
     def launch(self, memory: Memory, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
-        work = summed(comm, snap, header, self.weigh(header))
+        work = self.of.launch(memory, comm, snap, header)
         return Then(work, lambda landing: self._step(memory, landing, comm.num_workers))
 
     def _step(self, memory: Memory, landing: Landing, num_workers: int) -> Landing:
         if landing.target is None or (self.lr == 1 and not self.momentum):
             return landing
         began = time.perf_counter()
+        inside = {**memory, **(landing.memory or {})}
         change = memory["point"] - landing.target
         scale = landing.header.sums.mean_lr(num_workers) if self.by_inner_lr else 1.0  # the same for all
         if self.by_inner_lr and (not scale or _is_noise(change, landing.target, num_workers)):
-            return replace(landing, memory={**memory, "point": landing.target.clone()})
+            return replace(landing, memory={**inside, "point": landing.target.clone()})
         change /= scale
         velocity = change.clone() if "velocity" not in memory else self.momentum * memory["velocity"] + change
         direction = change + self.momentum * velocity if self.nesterov else velocity
         point = memory["point"] - self.lr * scale * direction
         seconds = landing.copy_seconds + time.perf_counter() - began
-        return replace(landing, target=point, memory={"point": point, "velocity": velocity}, copy_seconds=seconds)
+        return replace(
+            landing, target=point, memory={**inside, "point": point, "velocity": velocity}, copy_seconds=seconds
+        )
 
 
 def _is_noise(change: Tensor, mean: Tensor, num_workers: int) -> bool:

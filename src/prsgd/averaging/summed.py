@@ -9,11 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from prsgd._check import one_of
 from prsgd.averaging.base import Header, Landing
 from prsgd.comm.base import Communicator, Then, Work
-
-WEIGHTS = ("uniform", "steps", "samples")
 
 
 def summed(comm: Communicator, snap: Tensor, header: Header, weights: Sequence[float] | None = None) -> Work[Landing]:
@@ -48,20 +45,6 @@ def summed(comm: Communicator, snap: Tensor, header: Header, weights: Sequence[f
         )
 
     return Then(work, landing)
-
-
-def check_weights(kind: str) -> None:
-    one_of("weights", kind, WEIGHTS)
-
-
-def weights_of(kind: str, header: Header) -> list[float]:
-    """How much each hosted worker counts: "uniform", or by the "steps" or "samples" of the round."""
-    if kind == "uniform":
-        return [float(c) for c in header.counts]
-    numbers = header.steps if kind == "steps" else header.samples
-    if kind == "samples" and any(c and s and not n for c, s, n in zip(header.counts, header.steps, numbers)):
-        raise ValueError('weights="samples" needs local.log(samples=...) before each optimizer.step()')
-    return [float(n) if c else 0.0 for c, n in zip(header.counts, numbers)]
 
 
 def weighted_sum(rows: Tensor, weights: Sequence[float], out: Tensor) -> None:

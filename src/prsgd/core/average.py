@@ -10,7 +10,7 @@ import struct
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -129,6 +129,8 @@ class Averages:
     """What the averaging remembers."""
     apart: bool = False
     """Did the last average have targets that differ by worker?"""
+    told: tuple[float, ...] = ()
+    """What all workers told with the last average, if the averaging ``tells``."""
     skipped: Callable[[], int] | None = None
     """Steps that the hosted worker skipped since this was last asked, where the averaging has to know."""
 
@@ -169,6 +171,7 @@ class Averages:
         landing = average.arrived
         if not average.is_last and landing.memory is not None:
             self.memory = landing.memory
+        self.told = landing.header.tells
         if average.brought_news:
             sent = Sent(landing.bytes_sent, landing.server_bytes_sent, landing.hops, landing.hears)
             self.clock.arrived(sent, round=self.books.round + 1, flight_seconds=average.flight_seconds)
@@ -274,7 +277,7 @@ class Averages:
             mark=mark,
             other_mark=other_mark,
         )
-        return Header(
+        header = Header(
             sums=sums,
             exact=self.snapshots.buffers.sums(boarded.buffers, [b.pools for b in bring]),
             extras=boarded.extras,
@@ -282,14 +285,21 @@ class Averages:
             bad=boarded.bad,
             steps=tuple(b.steps for b in bring),
             samples=tuple(b.samples for b in bring),
-            step_seconds=self._step_seconds() if self.shares_speed else (),
+            step_seconds=self._by_id(map(self.clock.step_seconds, range(len(bring)))) if self.shares_speed else (),
+            workers=tuple(self.roll.ids),
+            losses=tuple(page.loss_of_round for page in self.books.pages),
+            told=self.told,
             flat=boarded.flat,
         )
+        if self.averaging.tells:
+            header = replace(header, tells=self._by_id(map(self.averaging.tell, header.brought)))
+        return header
 
-    def _step_seconds(self) -> tuple[float, ...]:
+    def _by_id(self, numbers: Iterable[float]) -> tuple[float, ...]:
+        """The hosted workers' numbers among all workers'."""
         found = [0.0] * len(self.comm.members)
-        for i, id in enumerate(self.roll.ids):
-            found[id] = self.clock.step_seconds(i)
+        for id, number in zip(self.roll.ids, numbers):
+            found[id] = number
         return tuple(found)
 
     @property

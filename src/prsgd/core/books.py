@@ -64,6 +64,11 @@ class Page:
     samples: int = 0
     """In all."""
 
+    def loss_of_round(self) -> float | None:
+        """The mean of the open round, or of the last one if nothing is logged in it yet."""
+        tally = self.now if int(self.now.losses) else self.last
+        return float(tally.loss) / int(tally.losses) if int(tally.losses) else None
+
     def turn(self) -> None:
         """The round's numbers are complete, and those of the next one begin."""
         self.last, self.now, self.sent = self.now, Tally(), False

@@ -34,6 +34,7 @@ def lane_state(loop: Loop, averages: Averages, clock: Timekeeper) -> dict[str, A
         "waits": list(averages.roll.waits),
         "averaging": saved(averages.memory),
         "apart": averages.apart,
+        "told": list(averages.told),
         "memory": averages.snapshots.state_dict(with_snapshots=taken and loop.paces[0].overlap > 0),
         "flight": None if average is None else _average_state(average),
     }
@@ -79,6 +80,7 @@ def load_lane_state(state: Mapping[str, Any], loop: Loop, averages: Averages, cl
     averages.roll.waits = list(state["waits"])
     averages.snapshots.load_state_dict(state["memory"])
     averages.memory, averages.apart = saved(state["averaging"]), bool(state["apart"])
+    averages.told = tuple(state["told"])
     flight = state["flight"]
     loop.average = None if flight is None else _average_from(flight, averages.snapshots.captured())
 
@@ -102,6 +104,7 @@ def _average_state(average: Average) -> dict[str, Any]:
         "sums": list(header.sums),
         "own": list(average.own),
         "step_seconds": list(header.step_seconds),
+        "tells": list(header.tells),
         "bytes_sent": [landing.bytes_sent, landing.server_bytes_sent],
         "hops": landing.hops,
         "shared": landing.shared,
@@ -114,6 +117,7 @@ def _average_from(state: Mapping[str, Any], snap: Tensor) -> Average:
         state["exact"].clone(),
         state["extras"].clone(),
         step_seconds=tuple(state["step_seconds"]),
+        tells=tuple(state["tells"]),
     )
     target, mean = (None if state[name] is None else state[name].clone() for name in ("target", "mean"))
     bytes_sent, server_bytes_sent = state["bytes_sent"]

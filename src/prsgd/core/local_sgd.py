@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from prsgd._check import one_of, positive, whole_number
 from prsgd.averaging.base import SUMS_WIDTH, Averaging, Setting
 from prsgd.averaging.mean import mean
+from prsgd.averaging.wires.base import Wire
 from prsgd.clocks.base import Timekeeper
 from prsgd.clocks.trace import Trace
 from prsgd.clocks.wall import WallClock
@@ -79,7 +80,7 @@ class LocalSGD:
         optimizer: Optimizer | Sequence[Optimizer],
         *,
         schedule: Schedule,
-        averaging: Averaging | None = None,
+        averaging: Averaging | Wire | None = None,
         overlap: int = 0,
         optimizer_state: str = "keep",
         comm: Communicator | None = None,
@@ -91,6 +92,8 @@ class LocalSGD:
         whole_number("overlap", overlap, at_least=0)
         if isinstance(schedule, type) or not isinstance(schedule, Schedule):
             raise ValueError(f"schedule must be a schedule such as every(8), got {schedule!r}")
+        if isinstance(averaging, Wire):
+            averaging = mean(wire=averaging)
         if isinstance(averaging, type) or not isinstance(averaging, Averaging | None):
             raise ValueError(
                 f"averaging must be one such as mean(), or of a class derived from prsgd.Averaging, got {averaging!r}"
@@ -125,7 +128,7 @@ class LocalSGD:
                 OptimizerState(optimizers, rows.workers, mode=optimizer_state),
                 Buffers(self._host.modules, workers, num_workers),
                 overlap=overlap,
-                tail=SUMS_WIDTH + (num_workers if setting.shares_speed else 0),
+                tail=SUMS_WIDTH + num_workers * (setting.shares_speed + self._averaging.tells),
             ),
             optimizer_state=optimizer_state,
             paces=[Pace(overlap) for _ in workers],

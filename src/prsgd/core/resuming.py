@@ -27,9 +27,12 @@ def check_setup(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         if saved[name] != own[name]:
             words = name.replace("_", " ")
             raise CheckpointError(f"the state is of a run with {words} {saved[name]!r}, this one has {own[name]!r}")
-    was, now = (setup["averaging"].partition("(")[0] for setup in (saved, own))
+    was, now = ([f"{name}()" for name in re.findall(r"(\w+)\(", setup["averaging"])] for setup in (saved, own))
     if was != now:
-        raise CheckpointError(f"the state is of a run with {was}(), this one has {now}()")
+        raise CheckpointError(
+            f"the state is of a run with {' over '.join(was) or saved['averaging']}, this one has "
+            f"{' over '.join(now) or own['averaging']}"
+        )
     for name in ("schedule", "averaging"):
         if saved[name] != own[name]:
             warnings.warn(

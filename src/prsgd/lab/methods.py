@@ -6,7 +6,7 @@ The parts are named through ``prsgd``, which loads them when a row is built: rea
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import prsgd
@@ -121,27 +121,27 @@ METHODS = {
     "qsgd": Method(
         "What each worker has changed travels in 4 bits a number, rounded at random so that the mean is right.",
         "Alistarh et al. 2017",
-        lambda given: Parts(prsgd.every(given.period), prsgd.quantized(4, weights=given.weights, seed=given.seed)),
+        lambda given: Parts(prsgd.every(given.period), prsgd.mean(given.weights, prsgd.quantized(4, seed=given.seed))),
         period=1,
     ),
     "terngrad": Method(
         "What each worker has changed travels as -1, 0 or 1 times a scale, drawn at random so that the mean is right.",
         "Wen et al. 2017",
         lambda given: Parts(
-            prsgd.every(given.period), prsgd.quantized("ternary", weights=given.weights, seed=given.seed)
+            prsgd.every(given.period), prsgd.mean(given.weights, prsgd.quantized("ternary", seed=given.seed))
         ),
         period=1,
     ),
     "sign-sgd": Method(
         "Of what each worker has changed only the signs travel; what they leave out is added to the next change.",
         "Karimireddy et al. 2019",
-        lambda given: Parts(prsgd.every(given.period), prsgd.quantized("sign", weights=given.weights)),
+        lambda given: Parts(prsgd.every(given.period), prsgd.mean(given.weights, prsgd.quantized("sign"))),
         period=1,
     ),
     "top-k": Method(
         "Of what each worker has changed the largest hundredth travels; the rest is added to the next change.",
         "Aji, Heafield 2017",
-        lambda given: Parts(prsgd.every(given.period), prsgd.sparse(0.01, weights=given.weights)),
+        lambda given: Parts(prsgd.every(given.period), prsgd.mean(given.weights, prsgd.sparse(0.01))),
         period=1,
     ),
     "easgd": Method(
@@ -155,13 +155,13 @@ METHODS = {
         "Wang, Tantia, Ballas, Rabbat 2020",
         lambda given: Parts(
             prsgd.every(given.period),
-            prsgd.outer(lr=1.0, momentum=0.7, nesterov=False, by_inner_lr=True, weights=given.weights),
+            prsgd.outer(lr=1.0, momentum=0.7, nesterov=False, by_inner_lr=True, of=prsgd.mean(given.weights)),
         ),
     ),
     "diloco": Method(
         "PR-SGD whose averages are steps of an outer optimizer with Nesterov momentum.",
         "Douillard et al. 2023",
-        lambda given: Parts(prsgd.every(given.period), prsgd.outer(weights=given.weights)),
+        lambda given: Parts(prsgd.every(given.period), prsgd.outer(of=prsgd.mean(given.weights))),
     ),
 }
 
@@ -194,7 +194,9 @@ def _typed(part: Any) -> str:
     """A part as one would type it, without what is seldom given."""
     words = []
     for f in fields(part):
-        value = getattr(part, f.name)
-        if f.repr and not (f.name in ("weights", "seed", "dtype") and value == f.default):
-            words.append(f"{value!r}" if f.default is MISSING else f"{f.name}={value!r}")
+        value, default = getattr(part, f.name), f.default if f.default_factory is MISSING else f.default_factory()
+        if not f.repr or (f.name in ("weights", "seed", "wire", "of") and value == default):
+            continue
+        word = _typed(value) if is_dataclass(value) else repr(value)
+        words.append(word if default is MISSING else f"{f.name}={word}")
     return f"{type(part).__name__}({', '.join(words)})"

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prsgd.averaging.changes import Gathered
-from prsgd.averaging.summed import check_weights
+from prsgd.averaging.wires.base import Gathered
 
 RUN = 1 << 16
 SAMPLE = 1 << 18
@@ -29,14 +28,14 @@ class sparse(Gathered):  # noqa: N801 - a word in the user's sentence
     """
 
     density: float = 0.01
-    weights: str = "uniform"
 
-    keeps_residuals = True
+    @property
+    def keeps_residuals(self) -> bool:
+        return True
 
     def __post_init__(self) -> None:
         if isinstance(self.density, bool) or not isinstance(self.density, int | float) or not 0 < self.density <= 1:
             raise ValueError(f"density must be in (0, 1], got {self.density!r}")
-        check_weights(self.weights)
 
     def num_kept(self, num_values: int) -> int:
         """Of so many numbers; at least one."""

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from prsgd._check import one_of, whole_number
-from prsgd.averaging.changes import Gathered
-from prsgd.averaging.packing import pack, packed_bytes, unpack
-from prsgd.averaging.summed import check_weights
+from prsgd.averaging.wires.base import Gathered
+from prsgd.averaging.wires.packing import pack, packed_bytes, unpack
 
 CACHED = 1 << 18
 """Numbers that fit into a core's cache, roughly."""
@@ -40,7 +39,6 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
 
     bits: int | str = 4
     bucket: int = 512
-    weights: str = "uniform"
     seed: int = 0
     """Of the rounding: each worker's numbers depend on it, the worker and the average."""
 
@@ -51,10 +49,9 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
             raise ValueError(f'bits must be a whole number from 1 to 16, "ternary" or "sign", got {self.bits!r}')
         whole_number("bucket", self.bucket, at_least=1)
         whole_number("seed", self.seed, at_least=0)
-        check_weights(self.weights)
 
     @property
-    def keeps_residuals(self) -> bool:  # type: ignore[override]
+    def keeps_residuals(self) -> bool:
         return self.bits == "sign"
 
     @property

@@ -1,0 +1,113 @@
+"""How much each worker counts in a mean.
+
+A weight may depend on what a worker knows itself, and on one number of each worker that all know one average later:
+``Weights.tell`` gives that number, and ``Brought.told`` has those of the average before, by worker.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from prsgd._check import one_of
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What a worker brings to an average."""
+
+    worker: int
+    steps: int
+    """That no average has seen."""
+    samples: int
+    """Logged for them."""
+    told: tuple[float, ...] = ()
+    """What every worker told with the average before; empty before the second, and unless the weights ``tells``."""
+    _loss: Callable[[], float | None] = field(default=lambda: None, repr=False)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean of what was logged in the round so far; None if nothing was."""
+        return self._loss()
+
+
+class Weights(ABC):
+    """How much a worker counts."""
+
+    tells: ClassVar[bool] = False
+    """Does ``tell`` say something?"""
+
+    @abstractmethod
+    def weigh(self, brought: Brought) -> float:
+        """The worker's weight, 0 or more; only proportions matter."""
+
+    def tell(self, brought: Brought) -> float:
+        """A number that all workers know one average later."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Uniform(Weights):
+    """All the same: the paper."""
+
+    def weigh(self, brought: Brought) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class BySteps(Weights):
+    """By the steps of the round."""
+
+    def weigh(self, brought: Brought) -> float:
+        return float(brought.steps)
+
+
+@dataclass(frozen=True)
+class BySamples(Weights):
+    """By the samples of the round."""
+
+    def weigh(self, brought: Brought) -> float:
+        if brought.steps and not brought.samples:
+            raise ValueError('weights="samples" needs local.log(samples=...) before each optimizer.step()')
+        return float(brought.samples)
+
+
+@dataclass(frozen=True)
+class ByFunction(Weights):
+    """By a function of what the worker brings."""
+
+    function: Callable[[Brought], float]
+
+    def weigh(self, brought: Brought) -> float:
+        return self.function(brought)
+
+
+NAMED: dict[str, Weights] = {"uniform": Uniform(), "steps": BySteps(), "samples": BySamples()}
+
+AnyWeights = str | Weights | Callable[[Brought], float]
+"""As users give them: a name, a function of what a worker brings, or ``Weights``."""
+
+
+def found(weights: AnyWeights) -> Weights:
+    """The weights that are meant, or a ValueError.
+
+    >>> found("steps").weigh(Brought(worker=0, steps=8, samples=256))
+    8.0
+    >>> found(lambda brought: 1 / (1 + brought.steps)).weigh(Brought(worker=0, steps=1, samples=0))
+    0.5
+    """
+    if isinstance(weights, Weights):
+        return weights
+    if callable(weights) and not isinstance(weights, type):
+        return ByFunction(weights)
+    return NAMED[one_of("weights", weights, NAMED)]
+
+
+def checked(weight: float, brought: Brought) -> float:
+    """A weight that somebody's function gave, or a ValueError."""
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise ValueError(f"a weight must be a number >= 0, got {weight!r} for worker {brought.worker}")
+    return float(weight)
