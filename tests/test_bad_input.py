@@ -217,7 +217,7 @@ def test_before_start_and_after_finish() -> None:
         local.start()
     step(net, optimizer)
     assert local.step == 0
-    assert local.state_dict()["books"]["round"] == 0  # the last checkpoint of a run
+    assert local.state_dict()["lanes"][0]["books"]["round"] == 0  # the last checkpoint of a run
 
 
 def test_an_exception_takes_the_hooks_off() -> None:

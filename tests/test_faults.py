@@ -241,8 +241,9 @@ def rank_fleets_differ(rank: int, what: str) -> None:
         )
         state = other.start().state_dict()
         state["setup"] = local._setup()
-        for part, name in (("lane", "paces"), ("lane", "accounts"), ("lane", "waits"), ("books", "pages")):
-            state[part][name] *= len(fleet.workers)
+        lane, n = state["lanes"][0], len(fleet.workers)
+        for part, name in ((lane, "paces"), (lane, "accounts"), (lane["books"], "pages"), (state, "waits")):
+            part[name] *= n
         local.load_state_dict(state)
     local.start()
 

@@ -99,7 +99,7 @@ def test_state_is_plain() -> None:
             losses = fleet.backward(nn.functional.cross_entropy, [x for x, _ in pairs], [y for _, y in pairs])
             optimizer.step()
             local.log(loss=losses)
-        assert local.state_dict()["lane"]["flight"] is not None
+        assert local.state_dict()["lanes"][0]["flight"] is not None
         assert plain(local.state_dict())
         assert plain(fleet.state_dict())
 

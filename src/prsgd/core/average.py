@@ -6,24 +6,23 @@
 
 from __future__ import annotations
 
-import struct
 import time
 import warnings
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from prsgd.averaging.base import DIGIT, Averaging, Header, Landing, Memory, Sums
+from prsgd.averaging.base import Averaging, Landing, Memory, Sums
 from prsgd.clocks.base import Sent, Timekeeper
 from prsgd.comm.base import Communicator, Work
 from prsgd.core.books import Books
+from prsgd.core.header import Headers
 from prsgd.core.pace import Landed, Pace
-from prsgd.core.roll import Account, Roll, brought
-from prsgd.core.snapshots import Boarded, Snapshots
+from prsgd.core.roll import Account, Roll
+from prsgd.core.snapshots import Snapshots
 from prsgd.errors import DivergedError, MismatchError, PeerError
 from prsgd.records import Modelled, Record
 from prsgd.replicas.rows import subtract_from
@@ -121,26 +120,19 @@ class Averages:
     roll: Roll
     books: Books
     clock: Timekeeper
-    lr: Callable[[], float]
-    shares_speed: bool
+    headers: Headers
     timeout_seconds: float
     done_timeout_seconds: float
     memory: Memory
     """What the averaging remembers."""
     apart: bool = False
     """Did the last average have targets that differ by worker?"""
-    told: tuple[float, ...] = ()
-    """What all workers told with the last average, if the averaging ``tells``."""
-    skipped: Callable[[], int] | None = None
-    """Steps that the hosted worker skipped since this was last asked, where the averaging has to know."""
 
     def launch(self, answering: Sequence[int]) -> Average:
         """Start the average of the hosted workers' snapshots; those that answer have theirs taken now."""
         began = time.perf_counter()
         boarded = self.snapshots.board()
-        header = self.header(boarded)
-        if self.skipped is not None:
-            header = replace(header, skipped=(self.skipped(),))
+        header = self.headers.make(boarded)
         self.clock.launched(answering)
         with self.named():
             work = self.averaging.launch(self.memory, self.comm, boarded.snap, header)
@@ -171,7 +163,7 @@ class Averages:
         landing = average.arrived
         if not average.is_last and landing.memory is not None:
             self.memory = landing.memory
-        self.told = landing.header.tells
+        self.headers.told = landing.header.tells
         if average.brought_news:
             sent = Sent(landing.bytes_sent, landing.server_bytes_sent, landing.hops, landing.hears)
             self.clock.arrived(sent, round=self.books.round + 1, flight_seconds=average.flight_seconds)
@@ -248,60 +240,6 @@ class Averages:
             for account in self.accounts:
                 account.pooled = account.seen
 
-    # What travels beside the rows
-
-    def header(self, boarded: Boarded, *, look: bool = False, everybody: bool = False) -> Header:
-        """Of the hosted workers' snapshots, or in a look of their models as they are."""
-        answers = [done and not pace.boards for done, pace in zip(self.roll.done, self.paces)]
-        bring = [
-            brought(
-                account,
-                at=pace.steps if look or pace.snap is None else pace.snap.at,
-                samples=page.samples if look else account.snapped_samples,
-                bad=bad,
-                answers=answer,
-                everybody=everybody,
-            )
-            for account, pace, page, bad, answer in zip(
-                self.accounts, self.paces, self.books.pages, boarded.bad, answers
-            )
-        ]
-        counts = tuple(b.counts for b in bring)
-        mark, other_mark = _marks([total for total, count in zip(boarded.totals, counts) if count])
-        sums = self.books.numbers(len(answers) - sum(answers))._replace(
-            workers=sum(counts),
-            done=0 if look else sum(answers),
-            bad=sum(boarded.bad),
-            consensus=len(answers) if look else 0,
-            lr=self.lr() * (len(answers) - sum(answers)),
-            mark=mark,
-            other_mark=other_mark,
-        )
-        header = Header(
-            sums=sums,
-            exact=self.snapshots.buffers.sums(boarded.buffers, [b.pools for b in bring]),
-            extras=boarded.extras,
-            counts=counts,
-            bad=boarded.bad,
-            steps=tuple(b.steps for b in bring),
-            samples=tuple(b.samples for b in bring),
-            step_seconds=self._by_id(map(self.clock.step_seconds, range(len(bring)))) if self.shares_speed else (),
-            workers=tuple(self.roll.ids),
-            losses=tuple(page.loss_of_round for page in self.books.pages),
-            told=self.told,
-            flat=boarded.flat,
-        )
-        if self.averaging.tells:
-            header = replace(header, tells=self._by_id(map(self.averaging.tell, header.brought)))
-        return header
-
-    def _by_id(self, numbers: Iterable[float]) -> tuple[float, ...]:
-        """The hosted workers' numbers among all workers'."""
-        found = [0.0] * len(self.comm.members)
-        for id, number in zip(self.roll.ids, numbers):
-            found[id] = number
-        return tuple(found)
-
     @property
     def limit_seconds(self) -> float:
         return self.done_timeout_seconds if self.roll.all_done else self.timeout_seconds
@@ -317,12 +255,3 @@ class Averages:
             ids = self.comm.workers
             who = f"worker {ids.start}" if len(ids) == 1 else f"workers {ids.start}-{ids.stop - 1}"
             raise type(error)(f"round {self.books.round + 1}, {who}: {error}") from None
-
-
-def _marks(totals: Sequence[float]) -> tuple[float, float]:
-    """Of models with these sums, added up; -1 if they are not alike."""
-    if len(set(totals)) > 1:
-        return -1.0, -1.0
-    marks = (zlib.crc32(struct.pack("d", total)) for total in totals)
-    pairs = [(mark % DIGIT, mark // DIGIT % DIGIT) for mark in marks]
-    return float(sum(low for low, _ in pairs)), float(sum(high for _, high in pairs))

@@ -80,15 +80,15 @@ class Hooks:
         self._replaced = [False] * len(host.modules)
         """This optimizer.step() is no step of its: its gradient was taken at a model that was not finite."""
         self._known = self._parameters()
-        self._lanes: Sequence[Loop] = ()
+        self._loops: Sequence[Loop] = ()
         self._handles: list[Any] = []
         self.refusal: str | None = None
         """Why no step may be taken now."""
         self._skipped: SkippedSteps | None = None
 
-    def hook(self, lanes: Sequence[Loop], *, skipped: SkippedSteps | None) -> None:
+    def hook(self, loops: Sequence[Loop], *, skipped: SkippedSteps | None) -> None:
         """Begin. ``skipped`` is to count a lone worker's skipped steps."""
-        self._lanes, self._skipped = lanes, skipped
+        self._loops, self._skipped = loops, skipped
         _in_use.update(self.optimizers)
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before))
@@ -132,9 +132,9 @@ class Hooks:
         """Between two steps, or when a worker was said to have run out of data."""
         with self._guarded():
             self._roll.call(self._host.stopped)
-            for lane in self._lanes:
-                lane.advance(hold=hold)
-            self._roll.waits = [any(waits) for waits in zip(*(lane.waiting() for lane in self._lanes))]
+            for loop in self._loops:
+                loop.advance(hold=hold)
+            self._roll.waits = [any(waits) for waits in zip(*(loop.waiting() for loop in self._loops))]
             waiting = (i for i, waits in enumerate(self._roll.waits) if waits and not self._roll.done[i])
             self._host.show_waiting({self._roll.ids[i] for i in waiting})
 
@@ -148,7 +148,7 @@ class Hooks:
                 "backward() before optimizer.step()"
             )
         roll, places = self._roll, self._owners[optimizer]
-        if any(lane.holds for lane in self._lanes):
+        if any(loop.holds for loop in self._loops):
             self.advance()
         self._host.skip_waiting(roll.may_step)
         if _skipped(optimizer):
@@ -163,13 +163,13 @@ class Hooks:
             for i in taking:
                 self._in_step[i] = True
             self._clock.computed(taking)
-        if any(lane.average is not None for lane in self._lanes):
+        if any(loop.average is not None for loop in self._loops):
             self._land(places)
 
     def _land(self, places: Sequence[int]) -> None:
         with self._guarded():
-            for lane in self._lanes:
-                for i in lane.before_update([i for i in places if self._roll.takes_part[i]]):
+            for loop in self._loops:
+                for i in loop.before_update([i for i in places if self._roll.takes_part[i]]):
                     self._replaced[i], self._roll.takes_part[i] = True, False
                     self._host.skip(i)
 
@@ -181,8 +181,8 @@ class Hooks:
                 self._in_step[i] &= optimizer is not self._closers[i]
             return
         updated = [i for i in places if self._roll.takes_part[i]]
-        for lane in self._lanes:
-            lane.touched(updated)
+        for loop in self._loops:
+            loop.touched(updated)
         over = [i for i in places if optimizer is self._closers[i]]
         stepped = [i for i in over if self._roll.takes_part[i]]
         if not stepped and not any(self._replaced[i] for i in over):
@@ -192,8 +192,8 @@ class Hooks:
                 self._in_step[i] = self._replaced[i] = False
         if self._skipped is not None:
             self._skipped.stepped()
-        turns = [lane.after_update(stepped) for lane in self._lanes]
-        self._clock.stepped(max(pace.steps for pace in self._lanes[0].paces))
+        turns = [loop.after_update(stepped) for loop in self._loops]
+        self._clock.stepped(max(pace.steps for pace in self._loops[0].paces))
         if any(turns):
             self.advance()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from prsgd._check import one_of, positive, whole_number
-from prsgd.averaging.base import SUMS_WIDTH, Averaging, Setting
+from prsgd.averaging.base import Averaging, Setting
 from prsgd.averaging.mean import mean
 from prsgd.averaging.wires.base import Wire
 from prsgd.clocks.base import Timekeeper
@@ -21,16 +21,14 @@ from prsgd.clocks.trace import Trace
 from prsgd.clocks.wall import WallClock
 from prsgd.comm.base import Communicator
 from prsgd.comm.joining import current
-from prsgd.core.average import Averages
 from prsgd.core.books import Books
 from prsgd.core.hooks import Hooks, SkippedSteps
-from prsgd.core.lane_state import check_lane_state, lane_state, load_lane_state
-from prsgd.core.loop import Loop
-from prsgd.core.pace import Pace
+from prsgd.core.lane import Lane, Run
+from prsgd.core.lanes import Lanes
+from prsgd.core.look import look
 from prsgd.core.resuming import check_setup, damage_named, described
-from prsgd.core.roll import Account, Roll
-from prsgd.core.snapshots import Snapshots
-from prsgd.core.start import agree, describe, host_of, start_from_worker_0
+from prsgd.core.roll import Roll
+from prsgd.core.start import enter, host_of
 from prsgd.errors import AverageTimeout, UsageError
 from prsgd.records import Record, Totals
 from prsgd.replicas.buffers import Buffers
@@ -117,44 +115,35 @@ class LocalSGD:
             self._comm.timeout_seconds = limits[0]
         optimizers = [unwrapped(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
         self._roll = Roll(workers)
-        self._books = Books(len(workers), on_record, speaks=workers.start == 0)
         self._hooks = Hooks(optimizers, self._host, self._roll, self._clock, overlap=overlap, guarded=self._guarded)
-        rows = self._host.rows
-        self._averages = Averages(
+        run = Run(
             comm=self._comm,
             averaging=self._averaging,
-            snapshots=Snapshots(
-                rows,
-                OptimizerState(optimizers, rows.workers, mode=optimizer_state),
-                Buffers(self._host.modules, workers, num_workers),
-                overlap=overlap,
-                tail=SUMS_WIDTH + num_workers * (setting.shares_speed + self._averaging.tells),
-            ),
-            optimizer_state=optimizer_state,
-            paces=[Pace(overlap) for _ in workers],
-            accounts=[Account() for _ in workers],
+            setting=setting,
             roll=self._roll,
-            books=self._books,
             clock=self._clock,
             lr=self._hooks.lr,
-            shares_speed=setting.shares_speed,
+            set_lr=self._hooks.set_lr,
+            check=self._hooks.check,
             timeout_seconds=limits[0],
             done_timeout_seconds=limits[1],
-            memory={},
         )
-        self._loop = Loop(schedule, self._averages, self._clock, check=self._hooks.check, set_lr=self._hooks.set_lr)
+        rows, self._books = self._host.rows, Books(len(workers), on_record, speaks=workers.start == 0)
+        state = OptimizerState(optimizers, rows.workers, mode=optimizer_state)
+        buffers = Buffers(self._host.modules, workers, num_workers)
+        self._lanes = Lanes([Lane(run, schedule, rows, state, buffers, self._books)])
         self._phase = "new"
         self._loaded = False
 
     @property
     def step(self) -> int:
         """Steps taken: this process's worker's, or the most of its hosted workers'."""
-        return max(pace.steps for pace in self._loop.paces)
+        return max(pace.steps for pace in self._lanes.first.paces)
 
     @property
     def steps(self) -> tuple[int, ...]:
         """Steps taken by each hosted worker."""
-        return tuple(pace.steps for pace in self._loop.paces)
+        return tuple(pace.steps for pace in self._lanes.first.paces)
 
     @property
     def round(self) -> int:
@@ -165,7 +154,7 @@ class LocalSGD:
     def launched(self) -> int:
         """Averages launched here. Where it first reaches a number, all workers are between the same two averages,
         which is where their states fit together: save by it, and not by ``step``, unless all take the same steps."""
-        return self.round + (self._loop.average is not None)
+        return self.round + (self._lanes.first.loop.average is not None)
 
     @property
     def records(self) -> list[Record]:
@@ -221,7 +210,8 @@ class LocalSGD:
         """After an error, instead of ``finish``: hooks off, no collective, and the other workers fail at once."""
         if self._phase in ("running", "in consensus"):
             self._leave("failed")
-            self._loop.average = None
+            for lane in self._lanes:
+                lane.loop.average = None
             self._comm.close()
 
     def __enter__(self) -> LocalSGD:
@@ -250,7 +240,8 @@ class LocalSGD:
             self._end()
             self._host.reopen()
             self._roll.reopen()
-            self._loop.reopen()
+            for lane in self._lanes:
+                lane.loop.reopen()
             self._hooks.advance(hold=True)
 
     def log(self, *, loss: float | Tensor | None = None, samples: int | Sequence[int] = 0) -> None:
@@ -261,7 +252,8 @@ class LocalSGD:
         next round's record: its own numbers have left by then.)
         """
         self._require_running("log")
-        self._books.log(loss, samples, self._loop.paces, self._roll)
+        for lane in self._lanes:
+            lane.books.log(loss, samples, lane.paces, self._roll)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -272,38 +264,19 @@ class LocalSGD:
         the user's own module (of a fleet the first hosted one) with other numbers in it.
         """
         self._require_running("consensus")
-        with self._clock.paused():
-            yield from self._consensus()
-
-    def _consensus(self) -> Iterator[nn.Module]:
         self._hooks.check()
-        snapshots, model = self._averages.snapshots, self._host.modules[0]
-        modes = [(m, m.training) for m in model.modules()]
-        # What is made here may outlive an inference mode in which the user looks.
-        with torch.inference_mode(False), torch.no_grad(), self._guarded():
-            landing = self._loop.look()
-            self._clock.gathered(self.round + 1)
-            own = snapshots.row(0)
-            own_buffers = [(tensor, tensor.clone()) for tensor in snapshots.buffers.tensors(0)]
-            if landing.target is not None:
-                snapshots.rows.replace(0, landing.target)
-            snapshots.buffers.write(0, snapshots.buffers.pooled(landing.header.exact))
-        self._phase = "in consensus"
-        self._host.show_consensus(True)
-        self._hooks.refusal = "optimizer.step() inside consensus(): the step would be lost when it ends"
-        try:
-            yield model
-        finally:
-            if self._phase == "in consensus":  # and not abandoned inside
-                self._phase = "running"
-            self._hooks.refusal = None
-            self._host.show_consensus(False)
-            with torch.inference_mode(False), torch.no_grad():
-                snapshots.rows.replace(0, own)
-                for tensor, value in own_buffers:
-                    tensor.copy_(value)
-            for module, training in modes:
-                module.training = training
+        with self._clock.paused():
+            with self._guarded():
+                shown = look(self._lanes, self._host, lambda: self._clock.gathered(self.round + 1))
+            self._phase = "in consensus"
+            self._hooks.refusal = "optimizer.step() inside consensus(): the step would be lost when it ends"
+            try:
+                yield shown.model
+            finally:
+                if self._phase == "in consensus":  # and not abandoned inside
+                    self._phase = "running"
+                self._hooks.refusal = None
+                shown.give_back()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is: plain numbers and tensors, beside which the model and the optimizer are to be saved.
@@ -314,11 +287,10 @@ class LocalSGD:
         """
         if self._phase in ("new", "in consensus"):
             raise UsageError(f"state_dict() {_WHEN[self._phase]}")
-        self._books.saves += 1
         return {
             "setup": self._setup(),
-            "lane": lane_state(self._loop, self._averages, self._clock),
-            "books": self._books.state_dict(),
+            "lanes": [lane.state_dict() for lane in self._lanes],
+            "waits": list(self._roll.waits),
             "clock": self._clock.state_dict(),
         }
 
@@ -332,45 +304,35 @@ class LocalSGD:
             raise UsageError("load_state_dict() comes before start()")
         with damage_named():
             check_setup(state["setup"], self._setup())
-            check_lane_state(state["lane"], self._averages)
+            pairs = list(zip(self._lanes, state["lanes"], strict=True))
+            for lane, own in pairs:
+                lane.check_state(own)
             self._clock.load_state_dict(state["clock"])  # which the workers' rounds are measured by
-            self._books.load_state_dict(state["books"])
-            load_lane_state(state["lane"], self._loop, self._averages, self._clock)
+            for lane, own in pairs:
+                lane.load_state_dict(own)
+            self._roll.waits = [bool(state["waits"][i]) for i in range(len(self._roll.ids))]
         self._loaded = True
 
     def _enter(self) -> None:
         """Alg. 1 line 1: x_i^0 = y-bar."""
-        snapshots = self._averages.snapshots
-        agree(
-            self._comm,
-            [
-                *describe(self._host),
-                *snapshots.describe(),
-                f"optimizer_state {self._optimizer_state!r}, overlap {self._overlap}",
-                f"averaging {described(self._averaging)}",
-                f"a state loaded after {self.launched} averages" if self._loaded else "no state loaded",
-            ],
-            snapshots.rows.device,
-        )
-        if not self._loaded:
-            start_from_worker_0(self._comm, self._host.modules)
-            snapshots.buffers.settle(snapshots.rows.dtype, snapshots.rows.device)
-            self._averages.memory = self._averaging.init(snapshots.row(0), len(self._comm.workers))
+        words = [
+            f"optimizer_state {self._optimizer_state!r}, overlap {self._overlap}",
+            f"averaging {described(self._averaging)}",
+            f"a state loaded after {self.launched} averages" if self._loaded else "no state loaded",
+        ]
+        enter(self._comm, self._host, self._lanes, words, fresh=not self._loaded)
         skipped = None
         if self._averaging.hears_neighbours_only and not self._host.lies_in_rows:  # a fleet's workers step together
             skipped = SkippedSteps()
-            self._averages.skipped = skipped.taken
-        self._hooks.hook([self._loop], skipped=skipped)
+            self._lanes.first.averages.headers.skipped = skipped.taken
+        self._hooks.hook([lane.loop for lane in self._lanes], skipped=skipped)
         self._clock.begin()
         self._hooks.advance(hold=True)
 
     def _end(self) -> None:
         """Land what is in flight; then average, marked done, until all workers are."""
         self._roll.dismiss()
-        self._loop.wind_up()
-        while not self._loop.answer():
-            pass
-        self._loop.end()
+        self._lanes.end()
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -37,17 +37,18 @@ class Loop:
         clock: Timekeeper,
         *,
         check: Callable[[], None],
+        lr: Callable[[], float],
         set_lr: Callable[[float], None],
-        keeps_books: bool = True,
     ) -> None:
         self._schedule, self._averages, self._clock = schedule, averages, clock
-        self._check, self._set_lr, self._keeps_books = check, set_lr, keeps_books
+        self._check, self._lr, self._set_lr = check, lr, set_lr
         self._roll, self._books = averages.roll, averages.books
         self.paces: Sequence[Pace] = averages.paces
         self._accounts: Sequence[Account] = averages.accounts
         self._meeting = Meeting(averages)
         self.average: Average | None = None
         """The one under way."""
+        self.launches = 0
         self.holds = False
         """Is there one to be launched with the next step?"""
 
@@ -122,12 +123,12 @@ class Loop:
             num_workers=len(self._averages.comm.members),
             round=pace.rounds + 1,
             step=pace.steps,
-            lr=self._averages.lr(),
+            lr=self._lr(),
             last=self._books.last,
         )
         pace.open(self._schedule.open(now), self._clock(id))
         assert pace.round is not None
-        self._end_round(i)
+        self._books.pages[i].turn()
         if pace.round.lr is not None:
             self._set_lr(pace.round.lr)
 
@@ -153,6 +154,7 @@ class Loop:
             if self.paces[i].overlap:
                 self._averages.snapshots.capture(i)
         average = self.average = self._averages.launch(answering)
+        self.launches += 1
         blocking = []
         for i, pace in enumerate(self.paces):
             assert pace.snap is not None
@@ -186,7 +188,7 @@ class Loop:
         average.came_down(pace.land(in_step=in_step))
         if self._roll.done[i] and pace.round is None:
             pace.opened_at = pace.steps
-            self._end_round(i)
+            self._books.pages[i].turn()
         if average.arrived.target is not None and average.brought_news:
             self._clock.landed(i, self._books.round + 1)
 
@@ -199,16 +201,9 @@ class Loop:
         self._averages.adopt(average)
         if not average.brought_news or average.is_look:
             return
-        if self._keeps_books:
-            record = average.record(
-                round=self._books.round + 1, lr=self._averages.lr(), modelled=self._clock.completed()
-            )
-            alike = average.arrived.header.sums.are_alike(average.own)
-            self._books.enter(record, average.drift, average.drifts, average.own, alike=alike)
-
-    def _end_round(self, i: int) -> None:
-        if self._keeps_books:
-            self._books.pages[i].turn()
+        record = average.record(round=self._books.round + 1, lr=self._lr(), modelled=self._clock.completed())
+        alike = average.arrived.header.sums.are_alike(average.own)
+        self._books.enter(record, average.drift, average.drifts, average.own, alike=alike)
 
     # Where all workers meet
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from prsgd.comm.base import Communicator
+from prsgd.core.lanes import Lanes
 from prsgd.errors import MismatchError
 from prsgd.replicas.buffers import is_own
 from prsgd.replicas.fleet import Fleet
@@ -56,6 +57,19 @@ def _check_wrappers(model: nn.Module, comm: Communicator) -> None:
                     f"every step's gradients to other workers (ranks {sorted(others)}): pass the module without it, "
                     f"{'.'.join(filter(None, ('model', name, 'module')))}"
                 )
+
+
+def enter(comm: Communicator, host: Host, lanes: Lanes, words: Sequence[str], *, fresh: bool) -> None:
+    """See that all workers fit together, and that those of a ``fresh`` run begin alike (Alg. 1 line 1: x_i^0 = y-bar).
+
+    ``words``: what else must be alike.
+    """
+    alike = [*describe(host), *(line for lane in lanes for line in lane.snapshots.describe()), *words]
+    agree(comm, alike, host.rows.device)
+    if fresh:
+        start_from_worker_0(comm, host.modules)
+        for lane in lanes:
+            lane.begin()
 
 
 def agree(comm: Communicator, entries: Sequence[str], device: torch.device) -> None:

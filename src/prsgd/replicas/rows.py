@@ -63,6 +63,19 @@ class Rows:
         else:
             self._groups = [_groups([row], self.dtype) for row in matrix]
 
+    def part(self, names: Sequence[str]) -> Rows:
+        """The parameters of these names alone; of a fleet, names that follow each other."""
+        workers = [{name: named[name] for name in names} for named in self.workers]
+        if self.matrix is None:
+            return Rows(workers, None)
+        sizes = {name: p.numel() for name, p in self.workers[0].items()}
+        order = list(sizes)
+        first = order.index(names[0])
+        if order[first : first + len(names)] != list(names):
+            raise ValueError(f"names must follow each other in the model, got {list(names)}")
+        start = sum(sizes[name] for name in order[:first])
+        return Rows(workers, self.matrix[:, start : start + sum(sizes[name] for name in names)])
+
     def refresh(self) -> None:
         """Follow a user's model whose tensors were replaced (``p.data = ...``) by others of the same kind."""
         if self.matrix is not None:

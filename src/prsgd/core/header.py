@@ -1,0 +1,100 @@
+"""What travels beside the hosted workers' rows: who counts, who is done, the numbers of the last round."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from prsgd.averaging.base import DIGIT, Averaging, Header
+from prsgd.clocks.base import Timekeeper
+from prsgd.comm.base import Communicator
+from prsgd.core.books import Books
+from prsgd.core.pace import Pace
+from prsgd.core.roll import Account, Roll, brought
+from prsgd.core.snapshots import Boarded
+from prsgd.replicas.buffers import Buffers
+
+
+@dataclass
+class Headers:
+    """Makes the headers of one lane's averages, from what its other parts know of the hosted workers."""
+
+    comm: Communicator
+    averaging: Averaging
+    buffers: Buffers
+    paces: Sequence[Pace]
+    accounts: Sequence[Account]
+    roll: Roll
+    books: Books
+    clock: Timekeeper
+    lr: Callable[[], float]
+    shares_speed: bool
+    told: tuple[float, ...] = ()
+    """What all workers told with the last average, if the averaging ``tells``."""
+    skipped: Callable[[], int] | None = None
+    """Steps that the hosted worker skipped since this was last asked, where the averaging has to know."""
+
+    def make(self, boarded: Boarded, *, look: bool = False, everybody: bool = False) -> Header:
+        """Of the hosted workers' snapshots, or in a look of their models as they are; ``everybody`` counts, with news
+        or without."""
+        answers = [done and not pace.boards for done, pace in zip(self.roll.done, self.paces)]
+        each = zip(self.accounts, self.paces, self.books.pages, boarded.bad, answers)
+        bring = [
+            brought(
+                account,
+                at=pace.steps if look or pace.snap is None else pace.snap.at,
+                samples=page.samples if look else account.snapped_samples,
+                bad=bad,
+                answers=answer,
+                everybody=everybody,
+            )
+            for account, pace, page, bad, answer in each
+        ]
+        counts = tuple(b.counts for b in bring)
+        running = len(answers) - sum(answers)
+        mark, other_mark = _marks([total for total, count in zip(boarded.totals, counts) if count])
+        header = Header(
+            sums=self.books.numbers(running)._replace(
+                workers=sum(counts),
+                done=0 if look else sum(answers),
+                bad=sum(boarded.bad),
+                consensus=len(answers) if look else 0,
+                lr=self.lr() * running,
+                mark=mark,
+                other_mark=other_mark,
+            ),
+            exact=self.buffers.sums(boarded.buffers, [b.pools for b in bring]),
+            extras=boarded.extras,
+            counts=counts,
+            bad=boarded.bad,
+            steps=tuple(b.steps for b in bring),
+            samples=tuple(b.samples for b in bring),
+            step_seconds=self._by_id(map(self.clock.step_seconds, range(len(bring)))) if self.shares_speed else (),
+            workers=tuple(self.roll.ids),
+            losses=tuple(page.loss_of_round for page in self.books.pages),
+            told=self.told,
+            flat=boarded.flat,
+        )
+        if self.averaging.tells:
+            header = replace(header, tells=self._by_id(map(self.averaging.tell, header.brought)))
+        if self.skipped is not None and not look:
+            header = replace(header, skipped=(self.skipped(),))
+        return header
+
+    def _by_id(self, numbers: Iterable[float]) -> tuple[float, ...]:
+        """The hosted workers' numbers among all workers'."""
+        found = [0.0] * len(self.comm.members)
+        for id, number in zip(self.roll.ids, numbers):
+            found[id] = number
+        return tuple(found)
+
+
+def _marks(totals: Sequence[float]) -> tuple[float, float]:
+    """Of models with these sums, added up; -1 if they are not alike."""
+    if len(set(totals)) > 1:
+        return -1.0, -1.0
+    marks = (zlib.crc32(struct.pack("d", total)) for total in totals)
+    pairs = [(mark % DIGIT, mark // DIGIT % DIGIT) for mark in marks]
+    return float(sum(low for low, _ in pairs)), float(sum(high for _, high in pairs))

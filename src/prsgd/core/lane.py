@@ -1,0 +1,246 @@
+"""A lane: what of the models travels together, with a timetable, a memory and an average under way of its own.
+
+A run has one lane, the whole model, or several: parts of the model that are averaged one after the other. Buffers and
+the records that users see ride with the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from prsgd.averaging.base import SUMS_WIDTH, Averaging, Header, Landing, Setting, Sums
+from prsgd.clocks.base import Timekeeper
+from prsgd.comm.base import Communicator, Done
+from prsgd.core.average import Average, Averages
+from prsgd.core.books import Books
+from prsgd.core.header import Headers
+from prsgd.core.loop import Loop
+from prsgd.core.pace import Pace
+from prsgd.core.resuming import check_memory, check_tensor, saved
+from prsgd.core.roll import Account, Roll
+from prsgd.core.snapshots import Snapshots
+from prsgd.replicas.buffers import Buffers
+from prsgd.replicas.optimizer_state import OptimizerState
+from prsgd.replicas.rows import Rows
+from prsgd.schedules.base import Schedule
+
+_PLAIN = (
+    "members", "announced", "step", "period", "overlap", "wait_seconds", "copy_seconds", "flight_seconds", "drift",
+    "drifts",
+)  # fmt: skip
+"""Of an ``Average``, as it is."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the lanes of a run share."""
+
+    comm: Communicator
+    averaging: Averaging
+    setting: Setting
+    roll: Roll
+    clock: Timekeeper
+    lr: Callable[[], float]
+    set_lr: Callable[[float], None]
+    check: Callable[[], None]
+    """Raises an error if models or optimizers are no longer what they were."""
+    timeout_seconds: float
+    done_timeout_seconds: float
+
+
+class Lane:
+    """The hosted workers' ``rows`` on their way: the loop over them, and what is saved of it."""
+
+    def __init__(
+        self, run: Run, schedule: Schedule, rows: Rows, state: OptimizerState, buffers: Buffers, books: Books
+    ) -> None:
+        hosted, setting = len(run.comm.workers), run.setting
+        self.snapshots = Snapshots(
+            rows,
+            state,
+            buffers,
+            overlap=setting.overlap,
+            tail=SUMS_WIDTH + run.comm.num_workers * (setting.shares_speed + run.averaging.tells),
+        )
+        self.books = books
+        paces, accounts = [Pace(setting.overlap) for _ in range(hosted)], [Account() for _ in range(hosted)]
+        self.averages = Averages(
+            comm=run.comm,
+            averaging=run.averaging,
+            snapshots=self.snapshots,
+            optimizer_state=setting.optimizer_state,
+            paces=paces,
+            accounts=accounts,
+            roll=run.roll,
+            books=books,
+            clock=run.clock,
+            headers=Headers(
+                comm=run.comm,
+                averaging=run.averaging,
+                buffers=buffers,
+                paces=paces,
+                accounts=accounts,
+                roll=run.roll,
+                books=books,
+                clock=run.clock,
+                lr=run.lr,
+                shares_speed=setting.shares_speed,
+            ),
+            timeout_seconds=run.timeout_seconds,
+            done_timeout_seconds=run.done_timeout_seconds,
+            memory={},
+        )
+        self.loop = Loop(schedule, self.averages, run.clock, check=run.check, lr=run.lr, set_lr=run.set_lr)
+        self._clock, self._ids = run.clock, run.roll.ids
+
+    @property
+    def paces(self) -> Sequence[Pace]:
+        return self.averages.paces
+
+    def begin(self) -> None:
+        """All workers have the same model now."""
+        rows = self.snapshots.rows
+        self.snapshots.buffers.settle(rows.dtype, rows.device)
+        self.averages.memory = self.averages.averaging.init(self.snapshots.row(0), len(self.paces))
+
+    def show(self, landing: Landing) -> Callable[[], None]:
+        """Give the first hosted worker what a look has found; the call that is returned gives back its own."""
+        rows, buffers = self.snapshots.rows, self.snapshots.buffers
+        own, own_buffers = self.snapshots.row(0), [(tensor, tensor.clone()) for tensor in buffers.tensors(0)]
+        if landing.target is not None:
+            rows.replace(0, landing.target)
+        buffers.write(0, buffers.pooled(landing.header.exact))
+
+        def give_back() -> None:
+            rows.replace(0, own)
+            for tensor, value in own_buffers:
+                tensor.copy_(value)
+
+        return give_back
+
+    def state_dict(self) -> dict[str, Any]:
+        """Waits for an average in flight, and keeps it without landing it."""
+        averages, average = self.averages, self.loop.average
+        if average is not None:
+            averages.wait(average)
+        taken = average is not None or any(pace.boards for pace in self.paces)
+        self.books.saves += 1
+        return {
+            "paces": [pace.state_dict(self._clock(id)) for pace, id in zip(self.paces, self._ids)],
+            "accounts": [account.state_dict() for account in averages.accounts],
+            "launches": self.loop.launches,
+            "averaging": saved(averages.memory),
+            "apart": averages.apart,
+            "told": list(averages.headers.told),
+            "memory": self.snapshots.state_dict(with_snapshots=taken and self.paces[0].overlap > 0),
+            "flight": None if average is None else _average_state(average),
+            "books": self.books.state_dict(),
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise an error unless ``load_state_dict`` can take it."""
+        hosted, rows, averaging = len(self.paces), self.snapshots.rows, self.averages.averaging
+        for name in ("paces", "accounts"):
+            _check_length(name, state[name], hosted)
+        fresh = averaging.init(self.snapshots.row(0), hosted)
+        check_memory(averaging, state["averaging"], fresh, rows.width)
+        flight = state["flight"]
+        boards = any(pace["snap"] is not None and not pace["snap"]["launched"] for pace in state["paces"])
+        overlaps = self.paces[0].overlap > 0
+        self.snapshots.check_state(state["memory"], with_snapshots=overlaps and (boards or flight is not None))
+        if flight is None:
+            return
+        for name in ("counts", "bad"):
+            _check_length(name, flight[name], hosted)
+        if not flight["to_land"] or not set(flight["to_land"]) <= set(range(hosted)):
+            raise ValueError(f"the state's average is to land on {flight['to_land']} of {hosted} workers")
+        for name in ("target", "mean", "exact_mean"):
+            tensor = flight.get(name)
+            if tensor is not None:
+                shape = (hosted, rows.width) if name == "target" and tensor.dim() == 2 else (rows.width,)
+                check_tensor(f"an average's {name}", tensor, shape, rows.dtype)
+        if flight["memory"] is not None:
+            check_memory(averaging, flight["memory"], fresh, rows.width)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        averages = self.averages
+        self.books.load_state_dict(state["books"])
+        for pace, own, id in zip(self.paces, state["paces"], self._ids):
+            pace.load_state_dict(own, self._clock(id))
+        for account, kept in zip(averages.accounts, state["accounts"]):
+            account.load_state_dict(kept)
+        self.snapshots.load_state_dict(state["memory"])
+        averages.memory, averages.apart = saved(state["averaging"]), bool(state["apart"])
+        averages.headers.told = tuple(state["told"])
+        flight = state["flight"]
+        self.loop.average = None if flight is None else _average_from(flight, self.snapshots.captured())
+        self.loop.launches = int(state["launches"])
+
+
+def _check_length(name: str, values: Any, hosted: int) -> None:
+    if len(values) != hosted:
+        raise ValueError(f"the state has {len(values)} {name} for {hosted} workers")
+
+
+def _average_state(average: Average) -> dict[str, Any]:
+    """Everything but the snapshots, which are kept beside; somebody has waited for it."""
+    landing = average.arrived
+    header = landing.header
+    tensors = {"target": landing.target, "mean": landing.mean}
+    if landing.exact is not landing.target:
+        tensors["exact_mean"] = landing.exact
+    return {
+        **{name: getattr(average, name) for name in _PLAIN},
+        "counts": list(average.counts),
+        "bad": list(average.bad),
+        "to_land": sorted(average.to_land),
+        **{name: None if tensor is None else tensor.clone() for name, tensor in tensors.items()},
+        "memory": None if landing.memory is None else saved(landing.memory),
+        "extras": header.extras.clone(),
+        "exact": header.exact.clone(),
+        "sums": list(header.sums),
+        "own": list(average.own),
+        "step_seconds": list(header.step_seconds),
+        "tells": list(header.tells),
+        "bytes_sent": [landing.bytes_sent, landing.server_bytes_sent],
+        "hops": landing.hops,
+        "shared": landing.shared,
+    }
+
+
+def _average_from(state: Mapping[str, Any], snap: Tensor) -> Average:
+    header = Header(
+        Sums(*state["sums"]),
+        state["exact"].clone(),
+        state["extras"].clone(),
+        step_seconds=tuple(state["step_seconds"]),
+        tells=tuple(state["tells"]),
+    )
+    target, mean = (None if state[name] is None else state[name].clone() for name in ("target", "mean"))
+    bytes_sent, server_bytes_sent = state["bytes_sent"]
+    landing = Landing(
+        target=target,
+        mean=mean,
+        exact=state.get("exact_mean", target),  # the target itself where it is that
+        header=header,
+        bytes_sent=bytes_sent,
+        server_bytes_sent=server_bytes_sent,
+        hops=state["hops"],
+        shared=state["shared"],
+        memory=None if state["memory"] is None else saved(state["memory"]),
+    )
+    return Average(
+        work=Done(landing),
+        own=Sums(*state["own"]),
+        snap=snap,
+        counts=tuple(state["counts"]),
+        bad=tuple(state["bad"]),
+        to_land=set(state["to_land"]),
+        landing=landing,
+        **{name: state[name] for name in _PLAIN},
+    )

@@ -1,0 +1,45 @@
+"""All lanes of a run together: they launch in turn, and where all workers meet, all lanes do, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prsgd.averaging.base import Landing
+from prsgd.core.lane import Lane
+
+
+class Lanes:
+    """The lanes, of which the next one to launch is that with the fewest launches, and the first among those.
+
+    All workers launch the same averages, so all agree on which is next; one that is done answers in that order.
+    """
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = lanes
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self._lanes)
+
+    @property
+    def first(self) -> Lane:
+        return self._lanes[0]
+
+    def look(self) -> list[tuple[Lane, Landing]]:
+        """The exact mean of all workers' models, lane by lane."""
+        return [(lane, lane.loop.look()) for lane in self._in_turn()]
+
+    def end(self) -> None:
+        """All hosted workers are done: answer the others until all are, on every lane."""
+        for lane in self._in_turn():
+            lane.loop.wind_up()
+        open_lanes = set(self._lanes)
+        while open_lanes:
+            lane = self._in_turn()[0]
+            if lane.loop.answer():
+                open_lanes.discard(lane)
+        for lane in self._lanes:
+            lane.loop.end()
+
+    def _in_turn(self) -> list[Lane]:
+        """From the next one to launch on."""
+        return sorted(self._lanes, key=lambda lane: lane.loop.launches)
