@@ -240,7 +240,7 @@ def rank_fleets_differ(rank: int, what: str) -> None:
             net, torch.optim.SGD(net.parameters(), lr=0.1), schedule=prsgd.once(), comm=prsgd.InProcess()
         )
         state = other.start().state_dict()
-        state["setup"] = local._setup()
+        state["setup"] = local._parts.setup
         lane, n = state["lanes"][0], len(fleet.workers)
         for part, name in ((lane, "paces"), (lane, "accounts"), (lane["books"], "pages"), (state, "waits")):
             part[name] *= n

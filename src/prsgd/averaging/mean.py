@@ -47,7 +47,7 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
 
     @property
     def tells(self) -> bool:
-        return weighing.found(self.weights).tells
+        return isinstance(self.weights, weighing.Weights) and self.weights.tells
 
     def tell(self, brought: weighing.Brought) -> float:
         return weighing.found(self.weights).tell(brought)
@@ -65,6 +65,8 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
         return {**memory, "residuals": point.new_zeros(hosted, len(point))} if self.wire.keeps_residuals else memory
 
     def weigh(self, header: Header) -> Sequence[float]:
+        if self.weights == "uniform":
+            return [float(counts) for counts in header.counts]
         weights = weighing.found(self.weights)
         return [weighing.checked(weights.weigh(b), b) if c else 0.0 for c, b in zip(header.counts, header.brought)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from prsgd._check import one_of, positive
 
@@ -13,6 +14,7 @@ LINK_SHAPES = ("ring", "tree", "parameter-server")
 """How it travels: an all-reduce as a ring or as a tree, or through the server's link."""
 
 
+@lru_cache(maxsize=64)  # it is asked for the same sum at every average
 def bytes_of_sum(shape: str, num_workers: int, num_bytes: int) -> tuple[int, int]:
     """What each of N workers sends, and the server besides, to sum ``num_bytes`` bytes.
 

@@ -66,6 +66,7 @@ class Hooks:
         *,
         overlap: int,
         guarded: Callable[[], AbstractContextManager[None]],
+        skipped: SkippedSteps | None = None,
     ) -> None:
         self.optimizers = optimizers
         self._host, self._roll, self._clock, self._overlap, self._guarded = host, roll, clock, overlap, guarded
@@ -84,18 +85,18 @@ class Hooks:
         self._handles: list[Any] = []
         self.refusal: str | None = None
         """Why no step may be taken now."""
-        self._skipped: SkippedSteps | None = None
+        self._skipped = skipped
 
-    def hook(self, loops: Sequence[Loop], *, skipped: SkippedSteps | None) -> None:
-        """Begin. ``skipped`` is to count a lone worker's skipped steps."""
-        self._loops, self._skipped = loops, skipped
+    def hook(self, loops: Sequence[Loop]) -> None:
+        """Begin."""
+        self._loops = loops
         _in_use.update(self.optimizers)
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before))
             self._handles.append(optimizer.register_step_post_hook(self._after))
-        if skipped is not None:
+        if self._skipped is not None:
             newest = list(self._host.rows.workers[0].values())[-1]
-            self._handles.append(newest.register_post_accumulate_grad_hook(skipped.passed))
+            self._handles.append(newest.register_post_accumulate_grad_hook(self._skipped.passed))
         self._host.hold(self.advance)
 
     def unhook(self) -> None:

@@ -50,6 +50,8 @@ class Run:
     """Raises an error if models or optimizers are no longer what they were."""
     timeout_seconds: float
     done_timeout_seconds: float
+    skipped: Callable[[], int] | None = None
+    """Steps that the hosted worker skipped since this was last asked, where the averaging has to know."""
 
 
 class Lane:
@@ -89,6 +91,7 @@ class Lane:
                 clock=run.clock,
                 lr=run.lr,
                 shares_speed=setting.shares_speed,
+                skipped=run.skipped,
             ),
             timeout_seconds=run.timeout_seconds,
             done_timeout_seconds=run.done_timeout_seconds,

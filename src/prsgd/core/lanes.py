@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from prsgd.averaging.base import Landing
 from prsgd.core.lane import Lane
+from prsgd.core.roll import Roll
 
 
 class Lanes:
@@ -39,6 +43,33 @@ class Lanes:
                 open_lanes.discard(lane)
         for lane in self._lanes:
             lane.loop.end()
+
+    def drop(self) -> None:
+        """Give up what is under way."""
+        for lane in self._lanes:
+            lane.loop.average = None
+
+    def reopen(self) -> None:
+        """All workers have data again, and open the same round next."""
+        for lane in self._lanes:
+            lane.loop.reopen()
+
+    def log(self, loss: float | Tensor | None, samples: int | Sequence[int], roll: Roll) -> None:
+        """Add a step's loss and samples to the round that it belongs to, on each lane."""
+        for lane in self._lanes:
+            lane.books.log(loss, samples, lane.paces, roll)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [lane.state_dict() for lane in self._lanes]
+
+    def check_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Raise an error unless ``load_state_dict`` can take them."""
+        for lane, state in zip(self._lanes, states, strict=True):
+            lane.check_state(state)
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for lane, state in zip(self._lanes, states, strict=True):
+            lane.load_state_dict(state)
 
     def _in_turn(self) -> list[Lane]:
         """From the next one to launch on."""

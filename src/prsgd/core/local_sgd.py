@@ -12,29 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prsgd._check import one_of, positive, whole_number
-from prsgd.averaging.base import Averaging, Setting
-from prsgd.averaging.mean import mean
+from prsgd.averaging.base import Averaging
 from prsgd.averaging.wires.base import Wire
-from prsgd.clocks.base import Timekeeper
 from prsgd.clocks.trace import Trace
-from prsgd.clocks.wall import WallClock
 from prsgd.comm.base import Communicator
-from prsgd.comm.joining import current
-from prsgd.core.books import Books
-from prsgd.core.hooks import Hooks, SkippedSteps
-from prsgd.core.lane import Lane, Run
-from prsgd.core.lanes import Lanes
+from prsgd.core.assemble import assemble
 from prsgd.core.look import look
-from prsgd.core.resuming import check_setup, damage_named, described
-from prsgd.core.roll import Roll
-from prsgd.core.start import enter, host_of
+from prsgd.core.resuming import check_setup, damage_named
+from prsgd.core.start import enter
 from prsgd.errors import AverageTimeout, UsageError
 from prsgd.records import Record, Totals
-from prsgd.replicas.buffers import Buffers
 from prsgd.replicas.fleet import Fleet
-from prsgd.replicas.optimizer_state import OptimizerState
-from prsgd.replicas.optimizers import unwrapped
 from prsgd.schedules.base import Schedule
 
 _runs: weakref.WeakSet[LocalSGD] = weakref.WeakSet()
@@ -87,51 +75,18 @@ class LocalSGD:
         done_timeout_seconds: float = 3600.0,
         on_record: Callable[[Record], None] | None = None,
     ) -> None:
-        whole_number("overlap", overlap, at_least=0)
-        if isinstance(schedule, type) or not isinstance(schedule, Schedule):
-            raise ValueError(f"schedule must be a schedule such as every(8), got {schedule!r}")
-        if isinstance(averaging, Wire):
-            averaging = mean(wire=averaging)
-        if isinstance(averaging, type) or not isinstance(averaging, Averaging | None):
-            raise ValueError(
-                f"averaging must be one such as mean(), or of a class derived from prsgd.Averaging, got {averaging!r}"
-            )
-        if one_of("optimizer_state", optimizer_state, ("keep", "average", "reset")) == "average" and overlap > 1:
-            raise ValueError(f'overlap must be 0 or 1 with optimizer_state="average", got {overlap}')
-        self._schedule, self._averaging = schedule, averaging or mean()
-        self._overlap, self._optimizer_state = overlap, optimizer_state
-        limits = positive("timeout_seconds", timeout_seconds), positive("done_timeout_seconds", done_timeout_seconds)
-        self._own_comm = comm is None and not isinstance(model, Fleet)
-        own = model.comm if isinstance(model, Fleet) else None
-        self._comm = comm or own or current(timeout_seconds=timeout_seconds)
-        workers, num_workers = self._comm.workers, self._comm.num_workers
-        self._clock = clock if isinstance(clock, Timekeeper) else WallClock(workers, clock)
-        self._clock.check(num_workers, workers)
-        schedule.check(num_workers, overlap)
-        setting = Setting.of(schedule, num_workers, overlap, optimizer_state)
-        self._averaging.check(setting)
-        self._host = host_of(model, self._comm)
-        if comm is None:
-            self._comm.timeout_seconds = limits[0]
-        optimizers = [unwrapped(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
-        self._roll = Roll(workers)
-        self._hooks = Hooks(optimizers, self._host, self._roll, self._clock, overlap=overlap, guarded=self._guarded)
-        run = Run(
-            comm=self._comm,
-            averaging=self._averaging,
-            setting=setting,
-            roll=self._roll,
-            clock=self._clock,
-            lr=self._hooks.lr,
-            set_lr=self._hooks.set_lr,
-            check=self._hooks.check,
-            timeout_seconds=limits[0],
-            done_timeout_seconds=limits[1],
+        parts = assemble(
+            model, optimizer, schedule=schedule, averaging=averaging, overlap=overlap, optimizer_state=optimizer_state,
+            comm=comm, clock=clock, timeout_seconds=timeout_seconds, done_timeout_seconds=done_timeout_seconds,
+            on_record=on_record, guarded=self._guarded,
+        )  # fmt: skip
+        self._parts, self._comm, self._clock, self._host = parts, parts.comm, parts.clock, parts.host
+        self._roll, self._hooks, self._books, self._lanes = (
+            parts.roll,
+            parts.hooks,
+            parts.lanes.first.books,
+            parts.lanes,
         )
-        rows, self._books = self._host.rows, Books(len(workers), on_record, speaks=workers.start == 0)
-        state = OptimizerState(optimizers, rows.workers, mode=optimizer_state)
-        buffers = Buffers(self._host.modules, workers, num_workers)
-        self._lanes = Lanes([Lane(run, schedule, rows, state, buffers, self._books)])
         self._phase = "new"
         self._loaded = False
 
@@ -203,15 +158,14 @@ class LocalSGD:
         with self._guarded():
             self._end()
         self._leave("over")
-        if self._own_comm:
+        if self._parts.own_comm:
             self._comm.close()
 
     def abandon(self) -> None:
         """After an error, instead of ``finish``: hooks off, no collective, and the other workers fail at once."""
         if self._phase in ("running", "in consensus"):
             self._leave("failed")
-            for lane in self._lanes:
-                lane.loop.average = None
+            self._lanes.drop()
             self._comm.close()
 
     def __enter__(self) -> LocalSGD:
@@ -240,8 +194,7 @@ class LocalSGD:
             self._end()
             self._host.reopen()
             self._roll.reopen()
-            for lane in self._lanes:
-                lane.loop.reopen()
+            self._lanes.reopen()
             self._hooks.advance(hold=True)
 
     def log(self, *, loss: float | Tensor | None = None, samples: int | Sequence[int] = 0) -> None:
@@ -252,8 +205,7 @@ class LocalSGD:
         next round's record: its own numbers have left by then.)
         """
         self._require_running("log")
-        for lane in self._lanes:
-            lane.books.log(loss, samples, lane.paces, self._roll)
+        self._lanes.log(loss, samples, self._roll)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -288,8 +240,8 @@ class LocalSGD:
         if self._phase in ("new", "in consensus"):
             raise UsageError(f"state_dict() {_WHEN[self._phase]}")
         return {
-            "setup": self._setup(),
-            "lanes": [lane.state_dict() for lane in self._lanes],
+            "setup": self._parts.setup,
+            "lanes": self._lanes.state_dict(),
             "waits": list(self._roll.waits),
             "clock": self._clock.state_dict(),
         }
@@ -303,29 +255,18 @@ class LocalSGD:
         if self._phase != "new":
             raise UsageError("load_state_dict() comes before start()")
         with damage_named():
-            check_setup(state["setup"], self._setup())
-            pairs = list(zip(self._lanes, state["lanes"], strict=True))
-            for lane, own in pairs:
-                lane.check_state(own)
+            check_setup(state["setup"], self._parts.setup)
+            self._lanes.check_state(state["lanes"])
             self._clock.load_state_dict(state["clock"])  # which the workers' rounds are measured by
-            for lane, own in pairs:
-                lane.load_state_dict(own)
+            self._lanes.load_state_dict(state["lanes"])
             self._roll.waits = [bool(state["waits"][i]) for i in range(len(self._roll.ids))]
         self._loaded = True
 
     def _enter(self) -> None:
         """Alg. 1 line 1: x_i^0 = y-bar."""
-        words = [
-            f"optimizer_state {self._optimizer_state!r}, overlap {self._overlap}",
-            f"averaging {described(self._averaging)}",
-            f"a state loaded after {self.launched} averages" if self._loaded else "no state loaded",
-        ]
-        enter(self._comm, self._host, self._lanes, words, fresh=not self._loaded)
-        skipped = None
-        if self._averaging.hears_neighbours_only and not self._host.lies_in_rows:  # a fleet's workers step together
-            skipped = SkippedSteps()
-            self._lanes.first.averages.headers.skipped = skipped.taken
-        self._hooks.hook([lane.loop for lane in self._lanes], skipped=skipped)
+        state = f"a state loaded after {self.launched} averages" if self._loaded else "no state loaded"
+        enter(self._comm, self._host, self._lanes, [*self._parts.words, state], fresh=not self._loaded)
+        self._hooks.hook([lane.loop for lane in self._lanes])
         self._clock.begin()
         self._hooks.advance(hold=True)
 
@@ -348,17 +289,6 @@ class LocalSGD:
                     "by `with prsgd.together(a, b):` or prsgd.finish(a, b), and their epochs by prsgd.epoch(a, b)"
                 ) from None
             raise
-
-    def _setup(self) -> dict[str, Any]:
-        """What a state belongs to."""
-        return {
-            "workers": list(self._comm.workers),
-            "num_parameters": self._host.rows.width,
-            "overlap": self._overlap,
-            "optimizer_state": self._optimizer_state,
-            "schedule": described(self._schedule),
-            "averaging": described(self._averaging),
-        }
 
     def _require_running(self, call: str) -> None:
         if self._phase != "running":

@@ -37,6 +37,8 @@ class OptimizerState:
 
     def pack(self, i: int, out: Tensor) -> None:
         """out <- worker i's state; zeros before its first step."""
+        if not self.width:
+            return
         for value, _, part in self._parts(i, out):
             part.zero_() if value is None else part.copy_(value)
 

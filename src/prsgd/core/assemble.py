@@ -1,0 +1,131 @@
+"""The parts of a run, checked and put together from what the user gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from prsgd._check import one_of, positive, whole_number
+from prsgd.averaging.base import Averaging, Setting
+from prsgd.averaging.mean import mean
+from prsgd.averaging.wires.base import Wire
+from prsgd.clocks.base import Timekeeper
+from prsgd.clocks.wall import WallClock
+from prsgd.comm.base import Communicator
+from prsgd.comm.joining import current
+from prsgd.core.books import Books
+from prsgd.core.hooks import Hooks, SkippedSteps
+from prsgd.core.lane import Lane, Run
+from prsgd.core.lanes import Lanes
+from prsgd.core.resuming import described
+from prsgd.core.roll import Roll
+from prsgd.core.start import host_of
+from prsgd.records import Record
+from prsgd.replicas.buffers import Buffers
+from prsgd.replicas.fleet import Fleet
+from prsgd.replicas.host import Host
+from prsgd.replicas.optimizer_state import OptimizerState
+from prsgd.replicas.optimizers import unwrapped
+from prsgd.schedules.base import Schedule
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What ``LocalSGD`` is made of."""
+
+    averaging: Averaging
+    comm: Communicator
+    own_comm: bool
+    """Was the communicator made for this run, so that it ends with it?"""
+    clock: Timekeeper
+    host: Host
+    roll: Roll
+    hooks: Hooks
+    lanes: Lanes
+    setup: dict[str, Any]
+    """What a state belongs to."""
+
+    @property
+    def words(self) -> list[str]:
+        """What must be alike on all workers beside the models."""
+        kept, overlap = self.setup["optimizer_state"], self.setup["overlap"]
+        return [f"optimizer_state {kept!r}, overlap {overlap}", f"averaging {self.setup['averaging']}"]
+
+
+def assemble(
+    model: nn.Module | Fleet,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    schedule: Schedule,
+    averaging: Averaging | Wire | None,
+    overlap: int,
+    optimizer_state: str,
+    comm: Communicator | None,
+    clock: Callable[[int], float] | None,
+    timeout_seconds: float,
+    done_timeout_seconds: float,
+    on_record: Callable[[Record], None] | None,
+    guarded: Callable[[], AbstractContextManager[None]],
+) -> Parts:
+    """As ``LocalSGD`` takes them; a ValueError names what cannot be. ``guarded`` is what hooks run in."""
+    whole_number("overlap", overlap, at_least=0)
+    if isinstance(schedule, type) or not isinstance(schedule, Schedule):
+        raise ValueError(f"schedule must be a schedule such as every(8), got {schedule!r}")
+    if isinstance(averaging, Wire):
+        averaging = mean(wire=averaging)
+    if isinstance(averaging, type) or not isinstance(averaging, Averaging | None):
+        raise ValueError(
+            f"averaging must be one such as mean(), or of a class derived from prsgd.Averaging, got {averaging!r}"
+        )
+    if one_of("optimizer_state", optimizer_state, ("keep", "average", "reset")) == "average" and overlap > 1:
+        raise ValueError(f'overlap must be 0 or 1 with optimizer_state="average", got {overlap}')
+    averaging = averaging or mean()
+    limits = positive("timeout_seconds", timeout_seconds), positive("done_timeout_seconds", done_timeout_seconds)
+    own_comm = comm is None and not isinstance(model, Fleet)
+    given = comm or (model.comm if isinstance(model, Fleet) else None)
+    used = given or current(timeout_seconds=timeout_seconds)
+    workers, num_workers = used.workers, used.num_workers
+    timekeeper = clock if isinstance(clock, Timekeeper) else WallClock(workers, clock)
+    timekeeper.check(num_workers, workers)
+    schedule.check(num_workers, overlap)
+    setting = Setting.of(schedule, num_workers, overlap, optimizer_state)
+    averaging.check(setting)
+    host = host_of(model, used)
+    if comm is None:
+        used.timeout_seconds = limits[0]
+    optimizers = [unwrapped(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+    roll = Roll(workers)
+    # A fleet's workers step together; a lone one that skips a step has fewer averages than its neighbours.
+    skipped = SkippedSteps() if averaging.hears_neighbours_only and not host.lies_in_rows else None
+    hooks = Hooks(optimizers, host, roll, timekeeper, overlap=overlap, guarded=guarded, skipped=skipped)
+    run = Run(
+        comm=used,
+        averaging=averaging,
+        setting=setting,
+        roll=roll,
+        clock=timekeeper,
+        lr=hooks.lr,
+        set_lr=hooks.set_lr,
+        check=hooks.check,
+        skipped=None if skipped is None else skipped.taken,
+        timeout_seconds=limits[0],
+        done_timeout_seconds=limits[1],
+    )
+    state = OptimizerState(optimizers, host.rows.workers, mode=optimizer_state)
+    buffers = Buffers(host.modules, workers, num_workers)
+    books = Books(len(workers), on_record, speaks=workers.start == 0)
+    setup = {
+        "workers": list(workers),
+        "num_parameters": host.rows.width,
+        "overlap": overlap,
+        "optimizer_state": optimizer_state,
+        "schedule": described(schedule),
+        "averaging": described(averaging),
+    }
+    lanes = Lanes([Lane(run, schedule, host.rows, state, buffers, books)])
+    return Parts(averaging, used, own_comm, timekeeper, host, roll, hooks, lanes, setup)
