@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from prsgd.lab.recipe import LR_DROPS
-from prsgd.report.read import Average, Run
+from prsgd.records import Record
+from prsgd.report.read import Run
 from prsgd.report.series import Group
 
 MOST_POINTS = 200
@@ -148,7 +149,7 @@ def _drift_points(run: Run, bin_rounds: int) -> Points:
     per_epoch = run.steps_per_epoch
     if per_epoch is None:
         return {}
-    bins: dict[int, list[tuple[Average, float]]] = {}
+    bins: dict[int, list[tuple[Record, float]]] = {}
     for average in run.averages:
         if average.drift is not None:
             bins.setdefault((average.round - 1) // bin_rounds, []).append((average, average.drift))
