@@ -14,7 +14,9 @@ import pytest
 
 from prsgd.records import Evaluation, Record, Summary
 from prsgd.report import checked, page
-from prsgd.report.curves import Chart, charts, follows_recipe
+from prsgd.report.chart import Chart
+from prsgd.report.figures import FIGURES
+from prsgd.report.figures.base import applying
 from prsgd.report.read import read
 from prsgd.report.series import Group, group, rows
 from prsgd.report.table import text_table, write_csv
@@ -224,8 +226,12 @@ def test_tasks_are_not_mixed(tmp_path: Path) -> None:
         grouped(tmp_path)
 
 
-def chart(groups: Sequence[Group], key: str) -> Chart:
-    return next(one for one in charts(groups) if one.key == key)
+def charts(groups: Sequence[Group]) -> dict[str, Chart]:
+    return page.charts(applying(FIGURES, groups))
+
+
+def chart(groups: Sequence[Group], name: str) -> Chart:
+    return charts(groups)[name]
 
 
 def test_curves_have_mean_and_band(tmp_path: Path) -> None:
@@ -259,13 +265,13 @@ def test_long_curves_of_drift_are_thinned_by_averaging(tmp_path: Path) -> None:
 
 def test_a_task_without_accuracy_has_no_such_figure(tmp_path: Path) -> None:
     make_run(tmp_path / "a", accuracies=[None] * 3)
-    assert [one.key for one in charts(grouped(tmp_path))] == ["training-loss", "loss-against-bytes", "drift"]
+    assert list(charts(grouped(tmp_path))) == ["training-loss", "loss-against-bytes", "drift"]
 
 
 def test_a_run_that_just_began(tmp_path: Path) -> None:
     (make_run(tmp_path / "a", finished=False) / "records.jsonl").write_text("")
     found = grouped(tmp_path)
-    assert charts(found) == []
+    assert charts(found) == {}
     assert rows(found)[0].train_loss is None
     assert found[0].state == "unfinished, epoch 0 of 2"
     assert "nothing to draw" in page.write([tmp_path]).read_text()
@@ -281,9 +287,9 @@ def test_a_run_that_diverged(tmp_path: Path) -> None:
 
 def test_the_recipe_is_recognized(tmp_path: Path) -> None:
     run = read([make_run(tmp_path / "a", losses=[1.0] * 5, accuracies=[0.5] * 5)])[0]
-    assert follows_recipe(run)
+    assert run.follows_recipe
     constant = replace(run, averages=tuple(replace(average, lr=0.1) for average in run.averages))
-    assert not follows_recipe(constant)
+    assert not constant.follows_recipe
 
 
 # The table
@@ -314,7 +320,7 @@ def test_text_table_leaves_out_what_nobody_has(tmp_path: Path) -> None:
 
 def test_csv(tmp_path: Path) -> None:
     found = grouped(make_comparison(tmp_path))
-    table, curves = write_csv(found, tmp_path / "out")
+    table, curves = write_csv(found, charts(found), tmp_path / "out")
     with table.open() as file:
         lines = list(csv.DictReader(file))
     assert [line["run"] for line in lines] == ["pr-sgd period 1", "pr-sgd period 4", "pr-sgd period 8"]

@@ -13,7 +13,9 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from prsgd.report import about
 from prsgd.report import page as report
+from prsgd.report.figures import FIGURES as ALL
 from prsgd.report.figures import draw
+from prsgd.report.figures.base import applying
 from tests.test_report import grouped, make_comparison, make_run
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
@@ -123,7 +125,7 @@ def test_the_page_names_its_baseline(tmp_path: Path) -> None:
 
 
 def test_figures_are_drawn_and_the_same_twice(tmp_path: Path) -> None:
-    found = grouped(make_comparison(tmp_path / "runs"))
+    found = applying(ALL, grouped(make_comparison(tmp_path / "runs")))
     paths = draw(found, tmp_path / "one")
     names = ["training-loss", "test-accuracy", "loss-against-bytes", "drift", "split"]
     assert [path.name for path in paths] == [f"{name}.{kind}" for name in names for kind in ("png", "svg")]

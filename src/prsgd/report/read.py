@@ -16,6 +16,7 @@ from prsgd._check import shown
 from prsgd.clocks.trace import Span
 from prsgd.clocks.trace import read as read_trace
 from prsgd.lab.methods import METHODS, label
+from prsgd.lab.recipe import LR_DROPS
 from prsgd.records import Evaluation, Record, Summary
 from prsgd.report import checked
 from prsgd.report.checked import LARGEST, MOST
@@ -82,6 +83,25 @@ class Run:
         """Did its workers take different numbers of steps?"""
         known = METHODS.get(str(self.config["method"]))
         return known is not None and known.uneven
+
+    @cached_property
+    def follows_recipe(self) -> bool:
+        """Was the lr the given one, divided by 10 at each of ``LR_DROPS``? Some methods set their own.
+
+        The steps next to a drop are not asked: an average may land with the lr of either side. Where workers differ in
+        their steps, a round or two are next to it.
+        """
+        length, lr = self.planned_steps, self.config.get("lr")
+        if length is None or lr is None:
+            return False
+        drops = [fraction * length for fraction in LR_DROPS]
+        longest = max((b.step - a.step for a, b in itertools.pairwise(self.averages)), default=0)
+        near = 2 * longest + 2 if self.uneven else 2
+        return all(
+            math.isclose(average.lr, lr / 10 ** sum(average.step > drop for drop in drops), rel_tol=1e-6)
+            for average in self.averages
+            if all(abs(average.step - drop) > near for drop in drops)
+        )
 
     @cached_property
     def spans(self) -> list[Span]:
