@@ -11,7 +11,7 @@ import pytest
 from prsgd.cli import main
 from prsgd.lab.config import Config
 from prsgd.theory.bounds import Problem
-from tests.test_report import make_run
+from tests.test_report import average_line, evaluation_line, make_run
 
 PLAN = ["plan", "--workers", "8", "--steps", "9000"]
 EPOCHS = ["plan", "--workers", "8", "--epochs", "10", "--samples", "50k"]
@@ -333,10 +333,8 @@ def test_a_probes_file(key: str, value: object, place: Path, capsys: pytest.Capt
     assert "p.json: not what `prsgd probe --json` prints" in refused(args, place, capsys)
 
 
-AVERAGE = {"kind": "average", "round": 1, "step": 1, "bytes_sent": 10, "lr": 0.1, "drift": 0.1, "samples": 3}
-EVALUATION = {
-    "kind": "evaluation", "epoch": 1.0, "step": 8, "train_loss": 1.0, "test_accuracy": 0.5, "seconds": 1.0,
-}  # fmt: skip
+AVERAGE = average_line(samples=3, drift=0.1)
+EVALUATION = evaluation_line()
 
 
 @pytest.mark.parametrize(
@@ -346,6 +344,7 @@ EVALUATION = {
     ("record", "key"),
     [
         *((AVERAGE, key) for key in ("round", "step", "bytes_sent", "samples", "hops", "overlap", "server_bytes_sent")),
+        *((AVERAGE, key) for key in ("period", "workers", "bad_workers")),
         (EVALUATION, "step"),
     ],
     ids=lambda value: value if isinstance(value, str) else value["kind"],
@@ -363,7 +362,8 @@ def test_a_record_whose_whole_number_is_none(
 @pytest.mark.parametrize(
     ("record", "key"),
     [
-        (AVERAGE, "lr"), (AVERAGE, "drift"), (EVALUATION, "epoch"), (EVALUATION, "train_loss"),
+        (AVERAGE, "lr"), (AVERAGE, "drift"), (AVERAGE, "loss"), (AVERAGE, "wait_seconds"),
+        (EVALUATION, "epoch"), (EVALUATION, "train_loss"), (EVALUATION, "test_loss"),
         (EVALUATION, "test_accuracy"), (EVALUATION, "seconds"), (EVALUATION, "modelled_seconds"),
     ],
 )  # fmt: skip

@@ -6,14 +6,17 @@ import csv
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prsgd.report import page
-from prsgd.report.curves import Chart, charts, follows_recipe
+from prsgd.records import Evaluation, Record, Summary
+from prsgd.report import checked, page
+from prsgd.report.chart import Chart
+from prsgd.report.figures import FIGURES
+from prsgd.report.figures.base import applying
 from prsgd.report.read import read
 from prsgd.report.series import Group, group, rows
 from prsgd.report.table import text_table, write_csv
@@ -21,6 +24,27 @@ from prsgd.report.verdict import verdict
 
 STEPS_PER_EPOCH = 8
 MODEL_BYTES = 1_000_000
+
+
+def average_line(**values: Any) -> dict[str, Any]:
+    """A whole line of records.jsonl, with these values and others that say nothing."""
+    usual = Record(
+        round=1, step=1, period=1, overlap=0, workers=4, bad_workers=0, bytes_sent=MODEL_BYTES, server_bytes_sent=0,
+        wait_seconds=0.0, copy_seconds=0.0, flight_seconds=0.0, lr=0.1, drift=None, loss=None, samples=0,
+    )  # fmt: skip
+    return {"kind": "average", **asdict(usual), **values}
+
+
+def evaluation_line(**values: Any) -> dict[str, Any]:
+    """The same for an evaluation."""
+    usual = Evaluation(epoch=1.0, step=8, train_loss=1.0, test_loss=1.0, test_accuracy=0.5, seconds=1.0)
+    return {"kind": "evaluation", **asdict(usual), **values}
+
+
+SUMMARY = Summary(
+    label="whatever", train_loss=0.1, test_loss=1.0, test_accuracy=None, best_test_accuracy=None, epochs=2.0, steps=16,
+    rounds=16, bytes_sent=16 * MODEL_BYTES, mean_drift=None, seconds=1.0, samples=0, weights_sha256="",
+)  # fmt: skip
 
 
 def make_run(
@@ -47,22 +71,17 @@ def make_run(
             drops = sum(step - 1 >= fraction * planned for fraction in (1 / 2, 11 / 12))
             drift = 0.01 * period / 10**drops
             lr = 0.1 / 10**drops
-            lines.append(
-                {"kind": "average", "round": -(-step // period), "step": step, "bytes_sent": MODEL_BYTES, "lr": lr}
-                | {"drift": drift, "loss": None}
-            )
+            lines.append(average_line(round=-(-step // period), step=step, lr=lr, drift=drift))
         if step % STEPS_PER_EPOCH == 0:
             epoch = step // STEPS_PER_EPOCH
-            lines.append(
-                {"kind": "evaluation", "epoch": float(epoch), "step": step, "train_loss": losses[epoch]}
-                | {"test_loss": 1.0, "test_accuracy": accuracies[epoch], "seconds": 0.5 * epoch}
-            )
+            seen = {"train_loss": losses[epoch], "test_accuracy": accuracies[epoch], "seconds": 0.5 * epoch}
+            lines.append(evaluation_line(epoch=float(epoch), step=step, **seen))
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(given))
     (folder / "environment.json").write_text(json.dumps({"torch": "2.13.0", "cuda": None}))
     (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if finished:
-        (folder / "summary.json").write_text(json.dumps({"label": "whatever"}))
+        (folder / "summary.json").write_text(json.dumps(asdict(SUMMARY)))
     if split is not None:
         (folder / "split.json").write_text(json.dumps({"counts": split}))
     return folder
@@ -141,12 +160,36 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
         ("config.json", "{}", "config.json: task is missing"),
         ("split.json", '{"counts": [[1], [1, 2]]}', "split.json: counts must be rows"),
         ("split.json", "{}", "split.json: counts must be rows"),
+        ("summary.json", '{"label": "x"}', "summary.json: train_loss must be a number, got None"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
     (make_run(tmp_path / "a") / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         read([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("kind", "checks"),
+    [(Record, checked.RECORD), (Evaluation, checked.EVALUATION), (Summary, checked.SUMMARY)],
+    ids=["record", "evaluation", "summary"],
+)
+def test_every_field_is_checked(kind: type, checks: dict[str, checked.Check]) -> None:
+    assert list(checks) == [field.name for field in fields(kind)]
+    wrong: list[Any] = [{}, True, 10**400]
+    for name, check in checks.items():
+        for value in wrong:
+            with pytest.raises(ValueError, match=f"^{name} must "):
+                check(name, value)
+
+
+def test_a_record_comes_back_as_it_was() -> None:
+    parts = ("computing", "waiting", "communicating", "hidden")
+    modelled = {"seconds": 2.0} | {part: [0.5, 1.0] for part in parts}
+    line = average_line(step_seconds=[0.1, 0.2], modelled=modelled, drift=math.inf)
+    found = checked.record(json.loads(json.dumps(line)))
+    assert found == Record.from_dict({name: value for name, value in line.items() if name != "kind"})
+    assert found.step_seconds == (0.1, 0.2)
 
 
 # Groups and curves
@@ -183,8 +226,12 @@ def test_tasks_are_not_mixed(tmp_path: Path) -> None:
         grouped(tmp_path)
 
 
-def chart(groups: Sequence[Group], key: str) -> Chart:
-    return next(one for one in charts(groups) if one.key == key)
+def charts(groups: Sequence[Group]) -> dict[str, Chart]:
+    return page.charts(applying(FIGURES, groups))
+
+
+def chart(groups: Sequence[Group], name: str) -> Chart:
+    return charts(groups)[name]
 
 
 def test_curves_have_mean_and_band(tmp_path: Path) -> None:
@@ -218,13 +265,13 @@ def test_long_curves_of_drift_are_thinned_by_averaging(tmp_path: Path) -> None:
 
 def test_a_task_without_accuracy_has_no_such_figure(tmp_path: Path) -> None:
     make_run(tmp_path / "a", accuracies=[None] * 3)
-    assert [one.key for one in charts(grouped(tmp_path))] == ["training-loss", "loss-against-bytes", "drift"]
+    assert list(charts(grouped(tmp_path))) == ["training-loss", "loss-against-bytes", "drift"]
 
 
 def test_a_run_that_just_began(tmp_path: Path) -> None:
     (make_run(tmp_path / "a", finished=False) / "records.jsonl").write_text("")
     found = grouped(tmp_path)
-    assert charts(found) == []
+    assert charts(found) == {}
     assert rows(found)[0].train_loss is None
     assert found[0].state == "unfinished, epoch 0 of 2"
     assert "nothing to draw" in page.write([tmp_path]).read_text()
@@ -240,9 +287,9 @@ def test_a_run_that_diverged(tmp_path: Path) -> None:
 
 def test_the_recipe_is_recognized(tmp_path: Path) -> None:
     run = read([make_run(tmp_path / "a", losses=[1.0] * 5, accuracies=[0.5] * 5)])[0]
-    assert follows_recipe(run)
+    assert run.follows_recipe
     constant = replace(run, averages=tuple(replace(average, lr=0.1) for average in run.averages))
-    assert not follows_recipe(constant)
+    assert not constant.follows_recipe
 
 
 # The table
@@ -273,7 +320,7 @@ def test_text_table_leaves_out_what_nobody_has(tmp_path: Path) -> None:
 
 def test_csv(tmp_path: Path) -> None:
     found = grouped(make_comparison(tmp_path))
-    table, curves = write_csv(found, tmp_path / "out")
+    table, curves = write_csv(found, charts(found), tmp_path / "out")
     with table.open() as file:
         lines = list(csv.DictReader(file))
     assert [line["run"] for line in lines] == ["pr-sgd period 1", "pr-sgd period 4", "pr-sgd period 8"]

@@ -5,15 +5,19 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure as Drawing
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from prsgd.report import about
 from prsgd.report import page as report
-from prsgd.report.figures import draw
+from prsgd.report.figures import FIGURES as ALL
+from prsgd.report.figures import draw, verified
+from prsgd.report.figures.base import Figure, applying
+from prsgd.report.series import Group
 from tests.test_report import grouped, make_comparison, make_run
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
@@ -123,7 +127,7 @@ def test_the_page_names_its_baseline(tmp_path: Path) -> None:
 
 
 def test_figures_are_drawn_and_the_same_twice(tmp_path: Path) -> None:
-    found = grouped(make_comparison(tmp_path / "runs"))
+    found = applying(ALL, grouped(make_comparison(tmp_path / "runs")))
     paths = draw(found, tmp_path / "one")
     names = ["training-loss", "test-accuracy", "loss-against-bytes", "drift", "split"]
     assert [path.name for path in paths] == [f"{name}.{kind}" for name in names for kind in ("png", "svg")]
@@ -133,6 +137,33 @@ def test_figures_are_drawn_and_the_same_twice(tmp_path: Path) -> None:
         assert len(content) > 8_000
     again = draw(found, tmp_path / "two")
     assert [path.read_bytes() for path in again] == [path.read_bytes() for path in paths]
+
+
+def test_a_new_figure_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands on the page with its words, its picture beside it; one that does not apply leaves nothing."""
+
+    def draw_count(count: int) -> Drawing:
+        drawing = Drawing()
+        drawing.text(0.1, 0.5, f"{count} groups")
+        return drawing
+
+    def row(name: str, count: Callable[[Sequence[Group]], int | None]) -> Figure[Sequence[Group], int]:
+        return Figure(name, f"Of {name}", "A number", count, lambda count: f"There are {count} groups.", draw_count)
+
+    monkeypatch.setattr(report, "FIGURES", (*ALL, row("groups", len), row("nothing", lambda _: None)))
+    text = report.write([make_comparison(tmp_path)]).read_text()
+    assert "<h2>Of groups</h2>\n  <p>There are 3 groups.</p>\n  <figure><img src=" in text
+    assert 'alt="A number"' in text
+    assert '<a href="figures/groups.png">PNG</a>' in text
+    assert "Of nothing" not in text
+    assert not list(tmp_path.glob("figures/nothing.*"))
+    assert sorted(path.suffix for path in tmp_path.glob("figures/groups.*")) == [".png", ".svg"]
+
+
+def test_names_of_figures_are_their_own() -> None:
+    for figures in (ALL, verified.FIGURES):
+        names = [figure.name for figure in figures]
+        assert len(set(names)) == len(names)
 
 
 def test_page_goes_where_it_is_sent(tmp_path: Path) -> None:

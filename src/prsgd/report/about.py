@@ -7,7 +7,6 @@ from itertools import product
 from typing import Any
 
 from prsgd.lab.methods import METHODS
-from prsgd.report.curves import follows_recipe
 from prsgd.report.read import Run
 from prsgd.report.series import Group, differing
 
@@ -91,7 +90,7 @@ def _numbers(seeds: Sequence[int]) -> str:
 def _recipe(groups: Sequence[Group]) -> str:
     """Runs that are too young to tell are taken to follow it."""
     runs = [run for group in groups for run in group.runs]
-    own = [g.name for g in groups if any(run.planned_steps is not None and not follows_recipe(run) for run in g.runs)]
+    own = [g.name for g in groups if any(run.planned_steps is not None and not run.follows_recipe for run in g.runs)]
     lr = f"lr {_values(runs, 'lr')}"
     if len(own) == len(groups):
         return f"{lr} at the most, set by the method"

@@ -1,98 +1,82 @@
-"""Curves over epochs and bytes, with a band for the seeds: what a figure shows, for paper and screen alike."""
+"""Charts of what runs have recorded, over epochs, bytes and seconds, with a band for the seeds."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 from prsgd.lab.recipe import LR_DROPS
-from prsgd.report.read import Average, Run
+from prsgd.records import Record
+from prsgd.report.chart import Chart, Curve
+from prsgd.report.read import Run
 from prsgd.report.series import Group
 
 MOST_POINTS = 200
 """Of a curve of averages: more is a smear."""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One group's values; the band is the smallest and largest of its seeds."""
-
-    name: str
-    style: int
-    """The group's place among all: its colour, dashes and marker in every figure."""
-    x: tuple[float, ...]
-    mean: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
+def training_loss(groups: Sequence[Group]) -> Chart | None:
+    """Of the consensus, against epochs."""
+    curves = _curves(groups, _loss_points, above_zero=True)
+    return _by_epoch(groups, "Training loss", "training loss", curves, log_y=True)
 
 
-@dataclass(frozen=True)
-class Chart:
-    """What a figure shows, for paper and screen alike."""
-
-    key: str
-    title: str
-    x_label: str
-    y_label: str
-    log_x: bool
-    log_y: bool
-    floor: float | None
-    """Where the y axis begins; None: at the lowest value."""
-    marks: tuple[float, ...]
-    """The epochs at which the lr falls."""
-    curves: tuple[Curve, ...]
-    rings: tuple[tuple[float, float], ...] = ()
-    """Points with a ring around them."""
+def test_accuracy(groups: Sequence[Group]) -> Chart | None:
+    """The same in percent; None where a task has none."""
+    curves = _curves(groups, _accuracy_points)
+    return _by_epoch(groups, "Test accuracy", "test accuracy (%)", curves, log_y=False, floor=_floor(curves))
 
 
-def charts(groups: Sequence[Group]) -> list[Chart]:
-    """The figures that these runs have values for."""
+def drift(groups: Sequence[Group]) -> Chart | None:
+    """As the averages' records have it."""
+    return _by_epoch(groups, "Drift", "drift", _drift_curves(groups), log_y=True)
+
+
+def loss_against_bytes(groups: Sequence[Group]) -> Chart | None:
+    """The training loss, against what each worker had sent."""
+    return _loss_against(groups, "bytes sent", "MB sent per worker", _byte_points, log_x=True)
+
+
+def loss_against_modelled_seconds(groups: Sequence[Group]) -> Chart | None:
+    """The same against the time of a modelled cluster."""
+    return _loss_against(groups, "time", "modelled seconds", _modelled_points)
+
+
+def loss_against_seconds(groups: Sequence[Group]) -> Chart | None:
+    """The same against the time that real processes took, where they play a cluster."""
+    return _loss_against(groups, "time", "seconds", _second_points)
+
+
+def _by_epoch(
+    groups: Sequence[Group],
+    what: str,
+    y_label: str,
+    curves: tuple[Curve, ...],
+    *,
+    log_y: bool,
+    floor: float | None = None,
+) -> Chart | None:
     config = groups[0].runs[0].config
-    model = f"{config['model']} on {config['task']}"
-    what = f"{model}, {config['workers']} workers"
+    title = f"{what} of {config['model']} on {config['task']}, {config['workers']} workers"
     marks = lr_drops(groups)
-    accuracy = _curves(groups, _accuracy_points)
-    found = [
-        Chart("training-loss", f"Training loss of {what}", "epoch", "training loss", False, True, None, marks,
-              _curves(groups, _loss_points, above_zero=True)),
-        Chart("test-accuracy", f"Test accuracy of {what}", "epoch", "test accuracy (%)", False, False,
-              _floor(accuracy), marks, accuracy),
-        Chart("loss-against-bytes", f"Loss of {model} against bytes sent", "MB sent per worker", "training loss",
-              True, True, None, (), _curves(groups, _byte_points, above_zero=True)),
-        Chart("loss-against-modelled-seconds", f"Loss of {model} against time", "modelled seconds", "training loss",
-              False, True, None, (), _curves(groups, _modelled_points, above_zero=True)),
-        Chart("loss-against-seconds", f"Loss of {model} against time", "seconds", "training loss",
-              False, True, None, (), _curves(groups, _second_points, above_zero=True)),
-        Chart("drift", f"Drift of {what}", "epoch", "drift", False, True, None, marks, _drift_curves(groups)),
-    ]  # fmt: skip
-    return [chart for chart in found if chart.curves]
+    chart = Chart(title=title, x_label="epoch", y_label=y_label, log_y=log_y, floor=floor, marks=marks, curves=curves)
+    return chart if curves else None
 
 
-def follows_recipe(run: Run) -> bool:
-    """Was the lr the given one, divided by 10 at each of ``LR_DROPS``? Some methods set their own.
-
-    The steps next to a drop are not asked: an average may land with the lr of either side. Where workers differ in
-    their steps, a round or two are next to it.
-    """
-    length, lr = run.planned_steps, run.config.get("lr")
-    if length is None or lr is None:
-        return False
-    drops = [fraction * length for fraction in LR_DROPS]
-    longest = max((b.step - a.step for a, b in itertools.pairwise(run.averages)), default=0)
-    near = 2 * longest + 2 if run.uneven else 2
-    return all(
-        math.isclose(average.lr, lr / 10 ** sum(average.step > drop for drop in drops), rel_tol=1e-6)
-        for average in run.averages
-        if all(abs(average.step - drop) > near for drop in drops)
-    )
+def _loss_against(
+    groups: Sequence[Group], what: str, x_label: str, points: Callable[[Run], Points], *, log_x: bool = False
+) -> Chart | None:
+    config = groups[0].runs[0].config
+    title = f"Loss of {config['model']} on {config['task']} against {what}"
+    curves = _curves(groups, points, above_zero=True)
+    chart = Chart(title=title, x_label=x_label, y_label="training loss", log_x=log_x, log_y=True, curves=curves)
+    return chart if curves else None
 
 
 def lr_drops(groups: Sequence[Group]) -> tuple[float, ...]:
     """The epochs at which the lr falls; none if the runs that follow the recipe do not agree on them."""
-    lengths = {run.planned_epochs for group in groups for run in group.runs if follows_recipe(run)}
+    lengths = {run.planned_epochs for group in groups for run in group.runs if run.follows_recipe}
     length = lengths.pop() if len(lengths) == 1 else None
     return () if length is None else tuple(length * fraction for fraction in LR_DROPS)
 
@@ -148,7 +132,7 @@ def _drift_points(run: Run, bin_rounds: int) -> Points:
     per_epoch = run.steps_per_epoch
     if per_epoch is None:
         return {}
-    bins: dict[int, list[tuple[Average, float]]] = {}
+    bins: dict[int, list[tuple[Record, float]]] = {}
     for average in run.averages:
         if average.drift is not None:
             bins.setdefault((average.round - 1) // bin_rounds, []).append((average, average.drift))

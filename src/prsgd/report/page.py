@@ -4,55 +4,21 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from prsgd.report import about, series
-from prsgd.report.curves import Chart, charts
-from prsgd.report.figures import class_colours, draw, first_split, is_light
-from prsgd.report.places import places
+from prsgd.report.chart import Chart
+from prsgd.report.figures import FIGURES, draw
+from prsgd.report.figures.base import Picture, applying
+from prsgd.report.figures.split import Split, class_colours, is_light
 from prsgd.report.read import read
 from prsgd.report.series import Group, group, rows
 from prsgd.report.table import row_cells, seeds_differ, write_csv
-from prsgd.report.times import time_shares, timelines
 from prsgd.report.verdict import verdict
-
-_CAPTIONS = {
-    "training-loss": (
-        "Training loss against epochs",
-        "As Figure 3 of the paper (Yu, Yang, Zhu 2019). The loss is that of the consensus, the average of all "
-        "workers' models; lower is better. Lines that lie on each other mean that averaging less often cost nothing.",
-    ),
-    "test-accuracy": (
-        "Test accuracy against epochs",
-        "As Figure 4 of the paper (Yu, Yang, Zhu 2019). The share of the test samples, which nobody trained on, that "
-        "the consensus gets right; higher is better.",
-    ),
-    "loss-against-bytes": (
-        "Training loss against bytes sent",
-        "The same losses, against what each worker had sent by then. Further left is cheaper; both axes are "
-        "logarithmic.",
-    ),
-    "loss-against-modelled-seconds": (
-        "Training loss against modelled seconds",
-        "The same losses, against the time that the modelled cluster would have needed: computing, waiting for the "
-        "slowest, and averaging.",
-    ),
-    "loss-against-seconds": (
-        "Training loss against seconds",
-        "The same losses, against the time that the processes took; each slept until its steps had taken what they "
-        "take on the cluster.",
-    ),
-    "drift": (
-        "Drift over time",
-        "Drift is how far the workers' models are from each other just before they are averaged: the mean squared "
-        "distance from their average. It grows with the period and falls with the lr. "
-        "A run's last round may be shorter than the others, and its drift smaller.",
-    ),
-}
 
 
 def write(folders: Sequence[Path], out: Path | None = None, *, baseline: str | None = None) -> Path:
@@ -70,10 +36,11 @@ def write(folders: Sequence[Path], out: Path | None = None, *, baseline: str | N
     groups = group(read(folders), baseline=baseline)
     if out.exists() and not out.is_dir():
         raise ValueError(f"out must be a folder, {out} is a file")
-    draw(groups, out)
-    write_csv(groups, out)
+    pictures = applying(FIGURES, groups)
+    draw(pictures, out)
+    write_csv(groups, charts(pictures), out)
     path = out / "report.html"
-    path.write_text(_render(groups, out), encoding="utf-8")
+    path.write_text(_render(groups, pictures, out), encoding="utf-8")
     return path
 
 
@@ -82,23 +49,17 @@ def is_several(folders: Sequence[Path]) -> bool:
     return len({folder.resolve() for folder in folders}) > 1
 
 
-def _render(groups: Sequence[Group], out: Path) -> str:
-    found = charts(groups)
-    split = first_split(groups)
+def _render(groups: Sequence[Group], pictures: Sequence[Picture[Any]], out: Path) -> str:
     table = rows(groups)
     return render(
         "page.html.j2",
-        _data(groups, found),
+        _data(pictures),
         title=about.title(groups),
         verdict=verdict(groups),
         sentences=about.what_was_run(groups),
         unfinished=[one for one in groups if one.state],
-        charts=[figure_of(chart, out, *_CAPTIONS[chart.key]) for chart in found],
-        places=_static("methods", out) if places(groups) else None,
-        timeline=_static("timeline", out) if timelines(groups) else None,
-        idle=_static("idle", out) if time_shares(groups) else None,
-        split=None if split is None else _static("split", out),
-        split_sentence=about.split_sentence(str(groups[0].runs[0].config.get("split", "iid"))),
+        pictures=for_template(pictures, out),
+        has_charts=bool(charts(pictures)),
         rows=[(row, row_cells(row)) for row in table],
         has_modelled=any(row.modelled_seconds is not None for row in table),
         has_seeds=seeds_differ(table),
@@ -134,31 +95,45 @@ def _part(name: str) -> str:
     return (resources.files("prsgd.report") / name).read_text(encoding="utf-8")
 
 
-def figure_of(chart: Chart, out: Path, heading: str, caption: str) -> dict[str, str]:
-    """What a template needs to show a chart that was drawn to ``out``."""
-    if chart.floor:
-        caption += f" The axis begins at {chart.floor:.0f} %; the first epochs are below."
-    return {"key": chart.key, "heading": heading, "caption": caption, "image": _static(chart.key, out)}
+def charts(pictures: Sequence[Picture[Any]]) -> dict[str, Chart]:
+    """Those that are charts, by name."""
+    return {picture.name: picture.numbers for picture in pictures if isinstance(picture.numbers, Chart)}
 
 
-def _static(key: str, out: Path) -> str:
-    """The figure for paper, for readers without JavaScript."""
-    image = (out / "figures" / f"{key}.svg").read_bytes()
+def for_template(pictures: Sequence[Picture[Any]], out: Path) -> list[dict[str, str | None]]:
+    """What a template needs to show them, once they are drawn to ``out``."""
+    return [
+        {
+            "name": picture.name,
+            "heading": picture.figure.heading,
+            "caption": picture.caption,
+            "alt": picture.figure.alt,
+            "screen": picture.figure.screen,
+            "image": _static(picture.name, out),
+        }
+        for picture in pictures
+    ]
+
+
+def _static(name: str, out: Path) -> str:
+    """The figure for paper, also for readers without JavaScript."""
+    image = (out / "figures" / f"{name}.svg").read_bytes()
     return f"data:image/svg+xml;base64,{base64.b64encode(image).decode()}"
 
 
-def _data(groups: Sequence[Group], found: Sequence[Chart]) -> dict[str, Any]:
-    split = first_split(groups)
-    colours = [] if split is None else class_colours(len(split[0]))
+def _data(pictures: Sequence[Picture[Any]]) -> dict[str, Any]:
+    split = next((picture.numbers for picture in pictures if isinstance(picture.numbers, Split)), None)
+    colours = [] if split is None else class_colours(len(split.counts[0]))
     return {
-        **chart_data(found),
-        "split": split,
+        **chart_data(charts(pictures)),
+        "split": None if split is None else split.counts,
         "classes": [{"fill": colour, "ink": "#000" if is_light(colour) else "#fff"} for colour in colours],
     }
 
 
-def chart_data(found: Sequence[Chart]) -> dict[str, Any]:
-    return {"charts": {chart.key: _rounded(asdict(chart)) for chart in found}}
+def chart_data(found: Mapping[str, Chart]) -> dict[str, Any]:
+    """What page.js draws."""
+    return {"charts": {name: {"key": name, **_rounded(asdict(chart))} for name, chart in found.items()}}
 
 
 def _rounded(value: Any) -> Any:

@@ -12,41 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from prsgd import _json
-from prsgd._check import shown, whole_number
+from prsgd._check import shown
 from prsgd.clocks.trace import Span
 from prsgd.clocks.trace import read as read_trace
 from prsgd.lab.methods import METHODS, label
-from prsgd.records import Modelled
-
-
-@dataclass(frozen=True)
-class Average:
-    """What the report needs of a ``prsgd.Record``."""
-
-    round: int
-    step: int
-    bytes_sent: int
-    """Per worker."""
-    lr: float
-    drift: float | None
-    modelled: Modelled | None = None
-    samples: int = 0
-    """Of all workers, in its round."""
-    server_bytes_sent: int = 0
-    hops: int = 0
-    overlap: int = 0
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The consensus of all workers, looked at between two epochs."""
-
-    epoch: float
-    step: int
-    train_loss: float
-    test_accuracy: float | None
-    seconds: float
-    modelled_seconds: float | None = None
+from prsgd.lab.recipe import LR_DROPS
+from prsgd.records import Evaluation, Record, Summary
+from prsgd.report import checked
+from prsgd.report.checked import LARGEST, MOST
 
 
 @dataclass(frozen=True)
@@ -56,9 +29,9 @@ class Run:
     folder: Path
     config: dict[str, Any]
     environment: dict[str, Any]
-    averages: tuple[Average, ...]
+    averages: tuple[Record, ...]
     evaluations: tuple[Evaluation, ...]
-    summary: dict[str, Any] | None
+    summary: Summary | None
     """None while it is unfinished."""
     split: tuple[tuple[int, ...], ...] | None
     """Samples of each class that each worker saw in its first epoch."""
@@ -112,6 +85,25 @@ class Run:
         return known is not None and known.uneven
 
     @cached_property
+    def follows_recipe(self) -> bool:
+        """Was the lr the given one, divided by 10 at each of ``LR_DROPS``? Some methods set their own.
+
+        The steps next to a drop are not asked: an average may land with the lr of either side. Where workers differ in
+        their steps, a round or two are next to it.
+        """
+        length, lr = self.planned_steps, self.config.get("lr")
+        if length is None or lr is None:
+            return False
+        drops = [fraction * length for fraction in LR_DROPS]
+        longest = max((b.step - a.step for a, b in itertools.pairwise(self.averages)), default=0)
+        near = 2 * longest + 2 if self.uneven else 2
+        return all(
+            math.isclose(average.lr, lr / 10 ** sum(average.step > drop for drop in drops), rel_tol=1e-6)
+            for average in self.averages
+            if all(abs(average.step - drop) > near for drop in drops)
+        )
+
+    @cached_property
     def spans(self) -> list[Span]:
         """What its workers did when, the newest of it; empty without a trace."""
         return read_trace(self.folder)
@@ -156,10 +148,6 @@ _WHOLE = {
 }
 """The least that each can be."""
 _NUMBERS = ("lr", "momentum", "weight_decay", "seconds")
-MOST = 2**63
-"""Of a whole number."""
-LARGEST = 1e100
-"""Of a number that is not infinite: sums and products of such numbers are floats still."""
 
 
 def _read_run(folder: Path) -> Run:
@@ -172,15 +160,15 @@ def _read_run(folder: Path) -> Run:
             raise ValueError(f"{folder / 'config.json'}: {key} cannot be {shown(value)}")
     averages, evaluations = _records(folder / "records.jsonl")
     optional = {name: folder / f"{name}.json" for name in ("environment", "summary", "split")}
-    given = {name: _object(path) if path.is_file() else None for name, path in optional.items()}
+    given = {name: (path, _object(path)) for name, path in optional.items() if path.is_file()}
     return Run(
         folder=folder,
         config=config,
-        environment=given["environment"] or {},
+        environment=given["environment"][1] if "environment" in given else {},
         averages=tuple(_by_samples(averages, config)),
         evaluations=tuple(evaluations),
-        summary=given["summary"],
-        split=None if given["split"] is None else _counts(optional["split"], given["split"]),
+        summary=_summary(*given["summary"]) if "summary" in given else None,
+        split=_counts(*given["split"]) if "split" in given else None,
     )
 
 
@@ -192,7 +180,7 @@ def _can_be(key: str, value: Any) -> bool:
     return bool(_WHOLE[key] <= value < MOST if key in _WHOLE else 0 <= value <= LARGEST)
 
 
-def _by_samples(averages: list[Average], config: dict[str, Any]) -> list[Average]:
+def _by_samples(averages: list[Record], config: dict[str, Any]) -> list[Record]:
     """Where workers take different numbers of steps, a record's step is one worker's: here it becomes their mean."""
     per_step = config["workers"] * (config.get("batch_size") or 0)
     total = sum(average.samples for average in averages)
@@ -212,6 +200,13 @@ def _object(path: Path) -> dict[str, Any]:
     return value
 
 
+def _summary(path: Path, values: dict[str, Any]) -> Summary:
+    try:
+        return checked.summary(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 def _counts(path: Path, split: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
     rows = split.get("counts")
     whole = isinstance(rows, list) and all(
@@ -223,8 +218,8 @@ def _counts(path: Path, split: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row) for row in rows)
 
 
-def _records(path: Path) -> tuple[list[Average], list[Evaluation]]:
-    averages: list[Average] = []
+def _records(path: Path) -> tuple[list[Record], list[Evaluation]]:
+    averages: list[Record] = []
     evaluations: list[Evaluation] = []
     lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
     for number, text in enumerate(lines, 1):
@@ -239,70 +234,12 @@ def _records(path: Path) -> tuple[list[Average], list[Evaluation]]:
     return averages, evaluations
 
 
-def _add(text: bytes, averages: list[Average], evaluations: list[Evaluation]) -> None:
+def _add(text: bytes, averages: list[Record], evaluations: list[Evaluation]) -> None:
     line = _json.parse(text)
     kind = line.get("kind") if isinstance(line, dict) else None
     if kind == "average":
-        averages.append(
-            Average(
-                round=_whole(line, "round"),
-                step=_whole(line, "step"),
-                bytes_sent=_whole(line, "bytes_sent"),
-                lr=_finite(line, "lr"),
-                drift=None if line.get("drift") is None else _number(line, "drift"),
-                modelled=_modelled(line.get("modelled")),
-                **{key: _whole(line, key) for key in _OPTIONAL if line.get(key) is not None},
-            )
-        )
+        averages.append(checked.record(line))
     elif kind == "evaluation":
-        evaluations.append(
-            Evaluation(
-                epoch=_finite(line, "epoch"),
-                step=_whole(line, "step"),
-                train_loss=_number(line, "train_loss"),
-                test_accuracy=_maybe(line, "test_accuracy"),
-                seconds=_finite(line, "seconds"),
-                modelled_seconds=_maybe(line, "modelled_seconds"),
-            )
-        )
+        evaluations.append(checked.evaluation(line))
     else:
         raise ValueError(f"kind must be 'average' or 'evaluation', got {kind!r}")
-
-
-def _modelled(value: Any) -> Modelled | None:
-    if value is None:
-        return None
-    try:
-        found = Modelled.from_dict(value)
-        times = (found.seconds, *found.computing, *found.waiting, *found.communicating, *found.hidden)
-        if not all(abs(time) <= LARGEST for time in times):
-            raise ValueError
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise ValueError(f"modelled must have seconds and one number per worker, got {shown(value)}") from None
-    return found
-
-
-_OPTIONAL = ("samples", "server_bytes_sent", "hops", "overlap")
-
-
-def _whole(line: dict[str, Any], key: str) -> int:
-    return whole_number(key, line.get(key), at_least=0, at_most=MOST)
-
-
-def _number(line: dict[str, Any], key: str) -> float:
-    """Of a run that diverged it may be infinite or NaN."""
-    value = line.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or LARGEST < abs(value) < math.inf:
-        raise ValueError(f"{key} must be a number, got {shown(value)}")
-    return value
-
-
-def _finite(line: dict[str, Any], key: str) -> float:
-    value = _number(line, key)
-    if not math.isfinite(value):
-        raise ValueError(f"{key} must be a finite number, got {value}")
-    return value
-
-
-def _maybe(line: dict[str, Any], key: str) -> float | None:
-    return None if line.get(key) is None else _finite(line, key)

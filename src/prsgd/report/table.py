@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from prsgd.report.curves import charts
+from prsgd.report.chart import Chart
 from prsgd.report.series import Group, Measured, Row, rows
 
 WIDTH = 80
@@ -58,14 +58,14 @@ def row_cells(row: Row) -> list[str]:
     ]
 
 
-def write_csv(groups: Sequence[Group], folder: Path) -> list[Path]:
-    """table.csv, one line a group, and curves.csv, one line a point of a curve."""
+def write_csv(groups: Sequence[Group], charts: Mapping[str, Chart], folder: Path) -> list[Path]:
+    """table.csv, one line a group, and curves.csv, one line a point of a curve of these charts, by name."""
     folder.mkdir(parents=True, exist_ok=True)
     table, curves = folder / "table.csv", folder / "curves.csv"
     _write(table, _TABLE_HEADS, (_table_line(row) for row in rows(groups)))
     lines = (
-        (chart.key, curve.name, x, mean, low, high)
-        for chart in charts(groups)
+        (name, curve.name, x, mean, low, high)
+        for name, chart in charts.items()
         for curve in chart.curves
         for x, mean, low, high in zip(curve.x, curve.mean, curve.low, curve.high)
     )

@@ -1,26 +1,21 @@
-"""The paper's Figures 1 and 2 from real traces: a row a worker, steps as blocks as wide as they took."""
+"""What every worker did when, of a few rounds of a trace: the numbers of the paper's Figures 1 and 2."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from prsgd.clocks.trace import Share, Span, shares, split
+from prsgd.clocks.trace import Span, shares, split
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Drawing
 
 ROUNDS = 3
 """Shown unless more are asked for."""
 MOST_WORKERS = 16
 """With a row of their own; of more, some evenly spaced."""
 MOST_SPANS = 3000
-_POINTS = 430
-"""Typographic ones, across the axes."""
-COLOURS = {"step": "#0072b2", "average": "#d55e00", "wait": "#e6e6e6", "flight": "#e69f00", "pause": "#ffffff"}
-WORDS = {"step": "steps", "wait": "waiting for the others", "average": "averaging", "flight": "average on its way"}
 
 
 @dataclass(frozen=True)
@@ -70,68 +65,8 @@ def timeline(name: str, spans: Sequence[Span], rounds: int = ROUNDS) -> Timeline
     return Timeline(name, begin, end, tuple(cut), tuple(chosen))
 
 
-def draw(timelines: Sequence[Timeline]) -> Figure:
-    """One below another, on one scale of time."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+def draw(timelines: Sequence[Timeline]) -> Drawing:
+    """Their picture, for ``prsgd timeline``."""
+    from prsgd.report.figures.timeline import draw as drawn  # the figure reads this file
 
-    heights = [0.5 + 0.24 * len(one.workers) for one in timelines]
-    figure = Figure(figsize=(7.0, sum(heights) + 0.9), layout="constrained")
-    grid = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=heights, sharex=True)
-    for axes, one in zip(grid[:, 0], timelines):
-        _rows(axes, one)
-    grid[-1, 0].set_xlabel("seconds")
-    seen = {span.kind for one in timelines for span in one.spans}
-    legend = [Patch(color=COLOURS[kind], label=word) for kind, word in WORDS.items() if kind in seen]
-    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
-    return figure
-
-
-def _rows(axes: Axes, one: Timeline) -> None:
-    for row, worker in enumerate(one.workers):
-        for kind in ("wait", "step", "average"):
-            bars = sorted(
-                ((s.begin, s.end - s.begin) for s in one.spans if s.worker == worker and s.kind == kind),
-                key=lambda bar: bar[1],
-                reverse=True,
-            )
-            gap = min(0.5, 0.12 * _POINTS * (bars[len(bars) // 2][1] if bars else 1.0) / (one.end - one.begin))
-            edge: dict[str, Any] = {"edgecolor": "white", "linewidth": gap} if kind == "step" else {"linewidth": 0}
-            axes.broken_barh(bars, (row - 0.4, 0.7), facecolors=COLOURS[kind], **edge)
-        flights = [(s.begin, s.end - s.begin) for s in one.spans if s.worker == worker and s.kind == "flight"]
-        axes.broken_barh(flights, (row + 0.32, 0.13), facecolors=COLOURS["flight"], linewidth=0)
-    axes.set_yticks(range(len(one.workers)), [str(worker) for worker in one.workers])
-    axes.set_ylim(len(one.workers) - 0.4, -0.6)
-    axes.set_ylabel("worker")
-    axes.set_title(f"{one.name}: here idle {one.idle:.0%} of the time", loc="left")
-    axes.grid(visible=False)
-
-
-def draw_shares(named: Sequence[tuple[str, Sequence[Share]]]) -> Figure:
-    """Per run and worker, how it spent its time."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    most = max(len(found) for _, found in named)
-    figure = Figure(figsize=(max(3.5, 0.9 + len(named) * (0.35 + 0.16 * most)), 2.6), layout="constrained")
-    axes = figure.subplots()
-    place, ticks = 0.0, []
-    for _, found in named:
-        begin = place
-        for share in found:
-            total = share.computing + share.waiting + share.communicating or 1.0
-            bottom = 0.0
-            for kind, value in (("step", share.computing), ("average", share.communicating), ("wait", share.waiting)):
-                axes.bar(place, 100 * value / total, 0.85, bottom, color=COLOURS[kind])
-                bottom += 100 * value / total
-            place += 1
-        ticks.append((begin + place - 1) / 2)
-        place += 1
-    axes.set_xticks(ticks, [name.replace(" ", "\n", 1) for name, _ in named])
-    axes.set_ylabel("share of the time (%)")
-    axes.set_ylim(0, 100)
-    axes.grid(visible=False)
-    axes.set_title("How each worker spent its time, a bar a worker")
-    legend = [Patch(color=COLOURS[kind], label=WORDS[kind]) for kind in ("step", "average", "wait")]
-    figure.legend(handles=legend, loc="outside lower center", ncols=3, frameon=False)
-    return figure
+    return drawn(timelines)
