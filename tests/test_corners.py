@@ -81,9 +81,10 @@ def test_epochs_leave_all_workers_at_the_same_point() -> None:
     cases = [
         (prsgd.growing(lr_scale=0.05), 0),
         (prsgd.growing(lr_scale=0.05), 1),
-        (prsgd.per_worker([2, 3]), 2),
-        (prsgd.per_worker([1, 4]), 1),
+        (prsgd.per_worker([2, 3]), 1),
+        (prsgd.per_worker([3, 7]), 2),
         (prsgd.every(1), 1),
+        (prsgd.every(2), 2),
     ]
     one, other = run_ranks(rank_all, 2, epochs_of, cases)
     assert one == other

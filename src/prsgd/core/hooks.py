@@ -129,12 +129,12 @@ class Hooks:
             else:
                 group["lr"] = lr
 
-    def advance(self, *, hold: bool = False) -> None:
+    def advance(self) -> None:
         """Between two steps, or when a worker was said to have run out of data."""
         with self._guarded():
             self._roll.call(self._host.stopped)
             for loop in self._loops:
-                loop.advance(hold=hold)
+                loop.advance()
             self._roll.waits = [any(waits) for waits in zip(*(loop.waiting() for loop in self._loops))]
             waiting = (i for i, waits in enumerate(self._roll.waits) if waits and not self._roll.done[i])
             self._host.show_waiting({self._roll.ids[i] for i in waiting})
@@ -149,8 +149,6 @@ class Hooks:
                 "backward() before optimizer.step()"
             )
         roll, places = self._roll, self._owners[optimizer]
-        if any(loop.holds for loop in self._loops):
-            self.advance()
         self._host.skip_waiting(roll.may_step)
         if _skipped(optimizer):
             return

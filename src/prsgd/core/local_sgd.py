@@ -185,7 +185,8 @@ class LocalSGD:
 
         A worker that is through answers the others' averages until all are; then all have the same model, by one more
         average, as at the end of a run, and go on. What follows (``consensus()``, a checkpoint, an lr scheduler's step)
-        finds all workers at the same point. In a fleet, ``fleet.stop(worker)`` is for this epoch alone.
+        finds all workers at the same point (if periods differ and the overlap is as long as the shortest, then where
+        ``launched`` is the same: an average may be under way). In a fleet, ``fleet.stop(worker)`` is for this epoch.
         """
         self._require_running("epoch")
         yield
@@ -195,7 +196,7 @@ class LocalSGD:
             self._host.reopen()
             self._roll.reopen()
             self._lanes.reopen()
-            self._hooks.advance(hold=True)
+            self._hooks.advance()
 
     def log(self, *, loss: float | Tensor | None = None, samples: int | Sequence[int] = 0) -> None:
         """Add a step's loss and number of samples to the round's record.
@@ -268,7 +269,7 @@ class LocalSGD:
         enter(self._comm, self._host, self._lanes, [*self._parts.words, state], fresh=not self._loaded)
         self._hooks.hook([lane.loop for lane in self._lanes])
         self._clock.begin()
-        self._hooks.advance(hold=True)
+        self._hooks.advance()
 
     def _end(self) -> None:
         """Land what is in flight; then average, marked done, until all workers are."""

@@ -49,8 +49,6 @@ class Loop:
         self.average: Average | None = None
         """The one under way."""
         self.launches = 0
-        self.holds = False
-        """Is there one to be launched with the next step?"""
 
     # Steps
 
@@ -78,12 +76,8 @@ class Loop:
             self.paces[i].steps += 1
         return any(pace.is_turn(self._clock(id)) for pace, id in zip(self.paces, self._roll.ids))
 
-    def advance(self, *, hold: bool = False) -> None:
-        """At a step boundary: open and close rounds, and launch an average whenever all hosted workers have closed.
-
-        ``hold``: leave what can be launched to the next step, before which all workers are between the same averages.
-        """
-        self.holds = False
+    def advance(self) -> None:
+        """At a step boundary: open and close rounds, and launch an average whenever all hosted workers have closed."""
         average = self.average
         if average is not None and any(self._roll.done[i] for i in average.to_land):
             self._land(())
@@ -94,15 +88,10 @@ class Loop:
             boards = [pace.boards for pace in self.paces]
             if not any(boards) or not all(boards[i] for i in running):
                 break
-            if hold:
-                self.holds = True
-                break
             self._launch()
 
     def waiting(self) -> list[bool]:
         """By place: those that may take no step before others of this process have closed their rounds."""
-        if self.holds:  # it is launched before the next step
-            return [False] * len(self.paces)
         return [pace.waits(self._clock(id)) for pace, id in zip(self.paces, self._roll.ids)]
 
     def _turn(self, i: int) -> None:
