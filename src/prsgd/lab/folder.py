@@ -131,7 +131,7 @@ def finished_run(folder: Path) -> Summary | None:
     """How the run in ``folder`` ended, if it did."""
     place = folder / files.SUMMARY
     try:
-        return Summary(**_json.parse(place.read_bytes()))
+        return Summary.from_dict(_json.parse(place.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError) as error:
