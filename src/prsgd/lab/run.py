@@ -103,7 +103,7 @@ class _Run:
             weight_decay=config.weight_decay,
             foreach=True,
         )
-        parts = config.parts()
+        parts = config.parts(self._num_steps)
         self._local = LocalSGD(
             self._fleet,
             self._optimizer,
