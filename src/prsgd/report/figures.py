@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prsgd import files
 from prsgd.report.curves import Chart, Curve, charts
 from prsgd.report.places import Place, far_below, places
 from prsgd.report.series import Group
@@ -81,7 +82,7 @@ def save(folder: Path, made: Mapping[str, Callable[[], Figure]]) -> list[Path]:
     """
     from matplotlib import style
 
-    place = folder / "figures"
+    place = folder / files.FIGURES
     place.mkdir(parents=True, exist_ok=True)
     paths = []
     with style.context(["default", _STYLE]):  # whatever the user's matplotlibrc says

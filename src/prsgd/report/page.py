@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from prsgd import files
 from prsgd.report import about, series
 from prsgd.report.curves import Chart, charts
 from prsgd.report.figures import class_colours, draw, first_split, is_light
@@ -72,7 +73,7 @@ def write(folders: Sequence[Path], out: Path | None = None, *, baseline: str | N
         raise ValueError(f"out must be a folder, {out} is a file")
     draw(groups, out)
     write_csv(groups, out)
-    path = out / "report.html"
+    path = out / files.REPORT
     path.write_text(_render(groups, out), encoding="utf-8")
     return path
 
@@ -143,7 +144,7 @@ def figure_of(chart: Chart, out: Path, heading: str, caption: str) -> dict[str, 
 
 def _static(key: str, out: Path) -> str:
     """The figure for paper, for readers without JavaScript."""
-    image = (out / "figures" / f"{key}.svg").read_bytes()
+    image = (out / files.FIGURES / f"{key}.svg").read_bytes()
     return f"data:image/svg+xml;base64,{base64.b64encode(image).decode()}"
 
 

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from prsgd import files
 from prsgd.report.curves import charts
 from prsgd.report.series import Group, Measured, Row, rows
 
@@ -61,7 +62,7 @@ def row_cells(row: Row) -> list[str]:
 def write_csv(groups: Sequence[Group], folder: Path) -> list[Path]:
     """table.csv, one line a group, and curves.csv, one line a point of a curve."""
     folder.mkdir(parents=True, exist_ok=True)
-    table, curves = folder / "table.csv", folder / "curves.csv"
+    table, curves = folder / files.TABLE, folder / files.CURVES
     _write(table, _TABLE_HEADS, (_table_line(row) for row in rows(groups)))
     lines = (
         (chart.key, curve.name, x, mean, low, high)
