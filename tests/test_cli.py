@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import pytest
 
 from prsgd.cli import main
 from prsgd.cli.compare import variants
+from prsgd.cli.options import RUN
 from prsgd.cli.running import interruptible
 from prsgd.clocks.trace import Span, to_chrome
 from prsgd.lab.config import Config
@@ -365,6 +367,11 @@ def test_one_run_that_fails_does_not_spoil_the_others(tmp_path: Path) -> None:
     assert "pr-sgd period 4, seed 0: failed" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("prsgd compare: error: 1 run failed")
     assert "report: c/report.html" in done.stdout
+
+
+def test_every_choice_of_a_run_is_an_option() -> None:
+    """Seeds are not in the table: train takes one, compare takes how many."""
+    assert {*RUN, "seed"} == {field.name for field in dataclasses.fields(Config)}
 
 
 FILES = [
