@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from prsgd.lab import run as experiment
 from prsgd.lab.config import Config
+from prsgd.lab.folder import prepare
+from prsgd.lab.run import run
 from prsgd.replicas.fleet import Fleet
 
 
@@ -51,8 +52,8 @@ def measure(config: Config) -> tuple[float, float]:
     torch.optim.SGD.zero_grad = watch.wrap(torch.optim.SGD.zero_grad)  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryDirectory() as place:
-            experiment.prepare(config, Path(place))
-            summary = experiment.run(config, Path(place))
+            prepare(config, Path(place))
+            summary = run(config, Path(place))
     finally:
         Fleet.backward, torch.optim.SGD.step, torch.optim.SGD.zero_grad = originals  # type: ignore[method-assign]
     return 1e3 * summary.seconds / summary.steps, 1 - watch.seconds / summary.seconds

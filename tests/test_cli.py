@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -19,10 +20,11 @@ import pytest
 
 from prsgd.cli import main
 from prsgd.cli.compare import variants
+from prsgd.cli.options import RUN
 from prsgd.cli.running import interruptible
 from prsgd.clocks.trace import Span, to_chrome
-from prsgd.lab import folder as folders
 from prsgd.lab.config import Config
+from prsgd.lab.folder import claim, write_comparison
 from tests.test_report import make_run
 
 QUICK = ["--workers", "4", "--epochs", "2"]
@@ -358,13 +360,18 @@ def test_a_comparison_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
 
 def test_one_run_that_fails_does_not_spoil_the_others(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
-    folders.write_comparison(tmp_path / "c", variants({"workers": 2, "epochs": 1, "period": [1, 4], "seeds": [1]}))
+    write_comparison(tmp_path / "c", variants({"workers": 2, "epochs": 1, "period": [1, 4], "seeds": [1]}))
     (tmp_path / "c" / "pr-sgd-period-4-seed-0").write_text("in the way")
     done = prsgd("compare", "--resume", "c", cwd=tmp_path)
     assert done.returncode == 1
     assert "pr-sgd period 4, seed 0: failed" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("prsgd compare: error: 1 run failed")
     assert "report: c/report.html" in done.stdout
+
+
+def test_every_choice_of_a_run_is_an_option() -> None:
+    """Seeds are not in the table: train takes one, compare takes how many."""
+    assert {*RUN, "seed"} == {field.name for field in dataclasses.fields(Config)}
 
 
 FILES = [
@@ -415,7 +422,7 @@ def test_overwriting_a_comparison_is_all_or_nothing(
     (tmp_path / "empty.toml").unlink()
     assert sorted(tmp_path.rglob("*")) == before
     (run / "notes.txt").unlink()
-    folders.claim(run.parent, marker="compare.json", resume=False, overwrite=True)
+    claim(run.parent, marker="compare.json", resume=False, overwrite=True)
     assert not any(run.parent.iterdir())
 
 

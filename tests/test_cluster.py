@@ -23,8 +23,10 @@ from prsgd.clocks.trace import Span, shares, split
 from prsgd.cluster.clock import ClusterClock
 from prsgd.cluster.model import Cluster
 from prsgd.comm.links import bytes_of_sum
-from prsgd.lab import run as experiment
 from prsgd.lab.config import Config
+from prsgd.lab.folder import prepare
+from prsgd.lab.progress import Stopped
+from prsgd.lab.run import run
 from prsgd.theory.bounds import active_workers
 from tests.ranks import run_ranks
 
@@ -184,8 +186,8 @@ def test_a_state_goes_on_with_the_same_times(overlap: int) -> None:
             local.load_state_dict(load["local"])
         return fleet, optimizer, local.start()
 
-    def go(run: tuple[Any, ...], ticks: int) -> None:
-        fleet, optimizer, _ = run
+    def go(parts: tuple[Any, ...], ticks: int) -> None:
+        fleet, optimizer, _ = parts
         for _ in range(ticks):
             optimizer.zero_grad()
             fleet.backward(itself, torch.arange(1.0, 5.0).view(4, 1, 1).expand(4, 2, 3), torch.ones(4, 2))
@@ -196,9 +198,9 @@ def test_a_state_goes_on_with_the_same_times(overlap: int) -> None:
     state = {"fleet": whole[0].state_dict(), "local": whole[2].state_dict()}
     state = {**state, "local": {**state["local"], "clock": json.loads(json.dumps(state["local"]["clock"]))}}
     broken = fresh(state)
-    for run in (whole, broken):
-        go(run, 80)
-        run[2].finish()
+    for parts in (whole, broken):
+        go(parts, 80)
+        parts[2].finish()
     late = [record.modelled for record in broken[2].records[-4:]]
     assert late == [record.modelled for record in whole[2].records[-4:]]
 
@@ -310,12 +312,12 @@ TIMED = Config(task="digits", method="pr-sgd-timed", workers=4, cluster="mixed",
 @pytest.mark.parametrize("config", [TIMED, dataclasses.replace(TIMED, overlap=1, cluster="stragglers").resolve()])
 def test_a_run_on_a_cluster_resumes_to_the_last_bit(config: Config, tmp_path: Path) -> None:
     for name in ("whole", "broken"):
-        experiment.prepare(config, tmp_path / name)
-    whole = experiment.run(config, tmp_path / "whole")
+        prepare(config, tmp_path / name)
+    whole = run(config, tmp_path / "whole")
     ticks = iter(range(10**6))
-    with pytest.raises(experiment.Stopped):
-        experiment.run(config, tmp_path / "broken", should_stop=lambda: next(ticks) > 70)
-    again = experiment.run(config, tmp_path / "broken")
+    with pytest.raises(Stopped):
+        run(config, tmp_path / "broken", should_stop=lambda: next(ticks) > 70)
+    again = run(config, tmp_path / "broken")
     assert again.weights_sha256 == whole.weights_sha256
     assert again.modelled_seconds == whole.modelled_seconds
     lines = [(tmp_path / name / "records.jsonl").read_text().splitlines() for name in ("whole", "broken")]
@@ -351,8 +353,8 @@ def test_samples_count_and_not_ticks(tmp_path: Path) -> None:
     even = dataclasses.replace(TIMED, method="pr-sgd", seconds=None).resolve()
     found = {}
     for config in (TIMED, even):
-        experiment.prepare(config, tmp_path / config.method)
-        found[config.method] = experiment.run(config, tmp_path / config.method)
+        prepare(config, tmp_path / config.method)
+        found[config.method] = run(config, tmp_path / config.method)
     samples = [found[name].samples for name in ("pr-sgd", "pr-sgd-timed")]
     assert samples[0] <= samples[1] <= samples[0] + 4 * 8  # to the tick
     modelled = [found[name].modelled_seconds for name in ("pr-sgd", "pr-sgd-timed")]
@@ -363,8 +365,8 @@ def test_samples_count_and_not_ticks(tmp_path: Path) -> None:
 
 def test_a_thousand_workers(tmp_path: Path) -> None:
     config = Config(task="synthetic", workers=1024, cluster="stragglers", period=2, steps=6, batch_size=4).resolve()
-    experiment.prepare(config, tmp_path)
-    summary = experiment.run(config, tmp_path)
+    prepare(config, tmp_path)
+    summary = run(config, tmp_path)
     assert summary.modelled_seconds is not None
     assert summary.modelled_seconds > 6 * 0.02
     lines = map(json.loads, (tmp_path / "records.jsonl").read_text().splitlines())

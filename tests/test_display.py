@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from prsgd.cli.display import Display
-from prsgd.lab import pool as jobs
-from prsgd.lab.run import Progress
+from prsgd.lab.pool import run_all
+from prsgd.lab.progress import Progress
 from prsgd.records import Evaluation
 
 
@@ -65,7 +65,7 @@ def double(number: int, tell: Callable[[Any], None], stopped: Callable[[], bool]
 @pytest.mark.timeout(100)
 def test_jobs_say_which_has_started() -> None:
     said: list[tuple[str, int]] = []
-    jobs.run_all(
+    run_all(
         double,
         [3, 4, 5],
         at_once=1,

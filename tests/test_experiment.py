@@ -16,10 +16,13 @@ from torch.nn.functional import cross_entropy
 import prsgd
 from prsgd.data.shards import Shards
 from prsgd.errors import CheckpointError
-from prsgd.lab import run as experiment
-from prsgd.lab import running
 from prsgd.lab.checkpoint import fingerprint
+from prsgd.lab.checks import check
 from prsgd.lab.config import Config, lr_at
+from prsgd.lab.folder import prepare
+from prsgd.lab.processes import train
+from prsgd.lab.progress import Progress, Stopped
+from prsgd.lab.run import run
 from prsgd.records import Summary
 from prsgd.tasks import digits
 
@@ -28,8 +31,8 @@ QUICK = Config(task="digits", workers=4, period=4, epochs=3).resolve()
 
 def go(config: Config, folder: Path, should_stop: Callable[[], bool] | None = None) -> Summary:
     if not (folder / "config.json").exists():
-        experiment.prepare(config, folder)
-    return experiment.run(config, folder, should_stop=should_stop)
+        prepare(config, folder)
+    return run(config, folder, should_stop=should_stop)
 
 
 def after(num_calls: int) -> Callable[[], bool]:
@@ -96,7 +99,7 @@ def test_stopped_and_continued_is_the_unbroken_run(tmp_path: Path, changes: dict
     config = dataclasses.replace(QUICK, **changes).resolve()
     unbroken = go(config, tmp_path / "unbroken")
     for stop in (5, 60):
-        with pytest.raises(experiment.Stopped):
+        with pytest.raises(Stopped):
             go(config, tmp_path / "broken", after(stop))
     again = go(config, tmp_path / "broken")
     assert again.weights_sha256 == unbroken.weights_sha256
@@ -109,11 +112,11 @@ def test_stopping_again_before_anything_was_recorded(tmp_path: Path) -> None:
     config = dataclasses.replace(QUICK, period=32)
     unbroken = go(config, tmp_path / "unbroken")
     folder = tmp_path / "broken"
-    with pytest.raises(experiment.Stopped):
+    with pytest.raises(Stopped):
         go(config, folder, after(100))
     [*_, newest] = sorted((folder / "checkpoints").iterdir())
     (newest / "rank-0.json").write_text("x")
-    with pytest.raises(experiment.Stopped), pytest.warns(UserWarning, match="passed over"):
+    with pytest.raises(Stopped), pytest.warns(UserWarning, match="passed over"):
         go(config, folder, after(0))
     assert not newest.exists()
     assert go(config, folder).weights_sha256 == unbroken.weights_sha256
@@ -121,7 +124,7 @@ def test_stopping_again_before_anything_was_recorded(tmp_path: Path) -> None:
 
 
 def test_records_that_were_lost_are_missed(tmp_path: Path) -> None:
-    with pytest.raises(experiment.Stopped):
+    with pytest.raises(Stopped):
         go(QUICK, tmp_path, after(60))
     (tmp_path / "records.jsonl").write_text("")
     with pytest.raises(CheckpointError, match=r"records\.jsonl is shorter than when the checkpoint was written"):
@@ -129,15 +132,15 @@ def test_records_that_were_lost_are_missed(tmp_path: Path) -> None:
 
 
 def test_two_in_one_folder(tmp_path: Path) -> None:
-    experiment.prepare(QUICK, tmp_path)
+    prepare(QUICK, tmp_path)
 
-    def second(progress: experiment.Progress) -> None:
+    def second(progress: Progress) -> None:
         with pytest.raises(CheckpointError, match="another process is training in"):
-            experiment.run(QUICK, tmp_path)
+            run(QUICK, tmp_path)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        experiment.run(QUICK, tmp_path, observe=second)
+        run(QUICK, tmp_path, observe=second)
 
 
 @pytest.mark.timeout(180)
@@ -146,10 +149,10 @@ def test_two_processes_train_what_one_does_and_stop_and_continue(tmp_path: Path)
     config = dataclasses.replace(QUICK, processes=2)
 
     def spread(folder: Path, stop: bool = False) -> Summary:
-        seen: list[experiment.Progress] = []
+        seen: list[Progress] = []
         if not (folder / "config.json").exists():
-            experiment.prepare(config, folder)
-        summary = running.train(config, folder, observe=seen.append, should_stop=lambda: stop)
+            prepare(config, folder)
+        summary = train(config, folder, observe=seen.append, should_stop=lambda: stop)
         assert seen[-1].step == summary.steps
         return summary
 
@@ -157,15 +160,15 @@ def test_two_processes_train_what_one_does_and_stop_and_continue(tmp_path: Path)
     assert unbroken.train_loss == pytest.approx(alone.train_loss, rel=1e-5)
     assert unbroken.test_accuracy == pytest.approx(alone.test_accuracy, abs=0.01)
     assert (unbroken.rounds, unbroken.bytes_sent, unbroken.samples) == (alone.rounds, alone.bytes_sent, alone.samples)
-    with pytest.raises(experiment.Stopped, match=f"after step {1437 // 32}$"):  # the first epoch's end: all agree
+    with pytest.raises(Stopped, match=f"after step {1437 // 32}$"):  # the first epoch's end: all agree
         spread(tmp_path / "broken", stop=True)
     assert spread(tmp_path / "broken").weights_sha256 == unbroken.weights_sha256
 
 
 def test_an_observer_sees_it_move(tmp_path: Path) -> None:
-    experiment.prepare(QUICK, tmp_path)
-    seen: list[experiment.Progress] = []
-    summary = experiment.run(QUICK, tmp_path, observe=seen.append)
+    prepare(QUICK, tmp_path)
+    seen: list[Progress] = []
+    summary = run(QUICK, tmp_path, observe=seen.append)
     assert [p.step for p in seen] == sorted(p.step for p in seen)
     assert (seen[0].step, seen[-1].step) == (0, summary.steps)
     assert seen[-1].evaluation is not None
@@ -175,7 +178,7 @@ def test_an_observer_sees_it_move(tmp_path: Path) -> None:
 
 def test_the_split_is_written(tmp_path: Path) -> None:
     config = dataclasses.replace(QUICK, split="dirichlet:0.1")
-    experiment.prepare(config, tmp_path)
+    prepare(config, tmp_path)
     counts = torch.tensor(json.loads((tmp_path / "split.json").read_text())["counts"])
     assert counts.shape == (4, 10)
     assert counts.sum(1).tolist() == [(1437 // 32) * 8] * 4
@@ -189,7 +192,7 @@ def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(experiment.Stopped):
+    with pytest.raises(Stopped):
         go(QUICK, tmp_path, after(5))
     with pytest.raises(ValueError, match="is of another config"):
         go(dataclasses.replace(QUICK, lr=0.2), tmp_path)
@@ -247,7 +250,7 @@ def test_configs_from_files(values: dict[str, Any], message: str) -> None:
 )
 def test_data_that_do_not_go_round(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        running.check(dataclasses.replace(QUICK, **changes).resolve())
+        check(dataclasses.replace(QUICK, **changes).resolve())
 
 
 def test_the_papers_recipe() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 
 from prsgd.cli import main
 from prsgd.lab.config import Config
+from prsgd.lab.folder import prepare
+from prsgd.records import Summary
 from prsgd.theory.bounds import Problem
 from tests.test_report import average_line, evaluation_line, make_run
 
@@ -403,6 +407,45 @@ def test_what_is_nested_too_deeply_is_not_resumed(
     capsys.readouterr()
     (place / "a" / name).write_text(content)
     assert f"a/{name} cannot be read: nested too deeply" in refused([command, "--resume", "a"], place, capsys)
+
+
+ENDED = Summary(
+    label="pr-sgd period 8", train_loss=0.1, test_loss=0.2, test_accuracy=0.9, best_test_accuracy=0.9, epochs=1.0,
+    steps=22, rounds=3, bytes_sent=4096, mean_drift=None, seconds=1.5, samples=1408, weights_sha256="ab",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("seconds", value) for value in (math.inf, math.nan, -1, 10**400, "x", None, True)),
+        *(("modelled_seconds", value) for value in (math.inf, "x", False)),
+        *(("rounds", value) for value in (1.5, -1, None, 10**400)),
+        ("train_loss", "x"),
+        ("train_loss", 10**400),
+        ("test_accuracy", "90%"),
+        ("weights_sha256", 5),
+        ("nonsense", 5),
+    ],
+    ids=named,
+)
+def test_a_summary_that_cannot_be_is_not_told(
+    key: str, value: object, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run that was finished, and is asked to go on."""
+    prepare(Config(workers=2, epochs=1).resolve(), place / "a")
+    (place / "a" / "summary.json").write_text(json.dumps({**dataclasses.asdict(ENDED), key: value}))
+    line = refused(["train", "--resume", "a"], place, capsys)
+    assert "a/summary.json cannot be read: " in line
+    assert key in line
+
+
+def test_a_summary_of_losses_that_are_no_numbers_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(Config(workers=2, epochs=1).resolve(), place / "a")
+    ended = dataclasses.replace(ENDED, test_loss=math.nan, mean_drift=math.inf)
+    (place / "a" / "summary.json").write_text(json.dumps(dataclasses.asdict(ended)))
+    assert main(["train", "--resume", "a"]) == 0
+    assert "a was finished already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -38,15 +38,10 @@ def test_reading_the_table_needs_no_torch() -> None:
 
 
 def test_the_table_is_complete() -> None:
-    wanted = {
-        "minibatch-sgd", "pr-sgd", "pr-sgd-growing", "pr-sgd-timed", "pr-sgd-measured", "pr-sgd-momentum", "one-shot",
-        "d-psgd", "qsgd", "terngrad", "sign-sgd", "top-k", "easgd", "slowmo", "diloco",
-    }  # fmt: skip
-    assert set(METHODS) == wanted
-    readme = (ROOT / "README.md").read_text()
-    for name, method in METHODS.items():
-        assert f"| `{name}` |" in readme
-        assert method.words.endswith(".")
+    _, table = (ROOT / "README.md").read_text().split("| method | parts | |\n|---|---|---|\n")
+    rows, _ = table.split("\n\n", 1)
+    assert [row.split("`")[1] for row in rows.splitlines()] == list(METHODS)
+    assert all(method.words.endswith(".") for method in METHODS.values())
 
 
 def test_parts() -> None:
@@ -167,6 +162,22 @@ def test_a_new_method_is_a_file_and_a_row(
     assert "Workers move half of the way to the mean." in page
     assert "Where each method lands" in page
     assert (tmp_path / "page" / "figures" / "methods.png").stat().st_size > 10_000
+
+
+def test_a_method_knows_how_long_the_run_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where it is known: not yet when a config is checked."""
+    seen = []
+
+    def build(given: methods.Settings) -> Parts:
+        seen.append(given.num_steps)
+        return Parts(prsgd.every(given.num_steps // 2 if given.num_steps else 1), prsgd.mean())
+
+    monkeypatch.setitem(METHODS, "twice", Method("Two averages.", "nobody", build))
+    train_here(Config(method="twice", workers=4, epochs=2, batch_size=32), tmp_path / "run")
+    num_steps = 2 * (1437 // (4 * 32))
+    assert set(seen) == {None, num_steps}
+    [made] = read([tmp_path / "run"])
+    assert [average.step for average in made.averages] == [num_steps // 2, num_steps]
 
 
 # The report's figure of methods

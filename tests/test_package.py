@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import prsgd
+from prsgd import files
 
 SOURCE = Path(prsgd.__file__).parent
 
@@ -36,7 +37,7 @@ def test_using_it_imports_no_plotting() -> None:
 
 # Data flow one way (DESIGN §4): a folder is a layer, and imports from its own line or from lines above it.
 LAYERS = [
-    "errors _check _json _toml units records",
+    "errors _check _json _toml units records files",
     "clocks",
     "comm",
     "schedules averaging",
@@ -115,3 +116,15 @@ def test_one_module_reads_torchruns_environment() -> None:
         if any(f'"{name}"' in path.read_text() for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))
     }
     assert readers == {"comm/job.py"}
+
+
+def test_one_module_names_the_files_of_a_folder() -> None:
+    """Those that are no common words: in every text but a docstring's or a message's, alone or behind a folder."""
+    names = tuple(name for name in (*files.OURS, files.TRACES) if "." in name)
+    spelled = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.split("/")[-1] in names
+    }
+    assert spelled == {"files.py"}

@@ -7,6 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from prsgd._check import shown, whole_number, within
+
+MOST = 2**63
+"""Of a whole number that is read back."""
+LARGEST = 1e100
+"""Of a finite number that is read back: sums and products of such numbers are floats still."""
+
 
 @dataclass(frozen=True)
 class Modelled:
@@ -149,3 +156,25 @@ class Summary:
     """Before the first step."""
     modelled_seconds: float | None = None
     """Of training, on a modelled cluster."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Summary:
+        """Back from JSON, which others may have written: a TypeError or a ValueError names what cannot be.
+
+        The seconds and epochs are finite, since they are counted; a loss may be anything that a float can be.
+        """
+        found = cls(**values)
+        for field in fields(cls):
+            name, kind, value = field.name, str(field.type), getattr(found, field.name)
+            if value is None and "None" in kind:
+                continue
+            if "int" in kind:
+                whole_number(name, value, at_least=0, at_most=MOST)
+            elif "str" in kind:
+                if not isinstance(value, str):
+                    raise ValueError(f"{name} must be a text, got {shown(value)}")
+            elif name.endswith("seconds") or name == "epochs":
+                within(name, value, 0.0, LARGEST)
+            elif isinstance(value, bool) or not isinstance(value, int | float) or LARGEST < abs(value) < math.inf:
+                raise ValueError(f"{name} must be a number, got {shown(value)}")
+        return found

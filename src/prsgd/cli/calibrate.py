@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prsgd import files
 from prsgd.cli.parser import Parser, fail, path, refusing
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--model", help="one of the task's models (its first)")
     parser.add_argument("--batch-size", type=int, metavar="B", help="of each worker")
     parser.add_argument("--steps", type=int, default=200, metavar="T", help="to take (200)")
-    parser.add_argument("--out", type=path, default=Path("cluster.toml"), metavar="FILE", help="(cluster.toml)")
+    parser.add_argument("--out", type=path, default=Path(files.CLUSTER), metavar="FILE", help=f"({files.CLUSTER})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,14 +31,15 @@ def run(args: argparse.Namespace) -> int:
         from prsgd.comm import job
         from prsgd.comm.launching import launch
         from prsgd.errors import LaunchError
-        from prsgd.lab import running
+        from prsgd.lab.checks import MOST_PROCESSES, check
         from prsgd.lab.config import Config
+        from prsgd.lab.processes import last_line
 
         whole_number("steps", args.steps, at_least=24, at_most=MOST_STEPS)
-        processes = whole_number("processes", args.processes, at_least=1, at_most=running.MOST_PROCESSES)
+        processes = whole_number("processes", args.processes, at_least=1, at_most=MOST_PROCESSES)
         given = {"task": args.task, "model": args.model, "batch_size": args.batch_size}
         config = Config(workers=1, period=1, **given).resolve()
-        running.check(config)
+        check(config)
         if args.out.is_dir() or not args.out.parent.is_dir():
             raise ValueError(f"out must be a file in a folder that is there, got {args.out}")
     if job.find() is not None:
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             found = launch(measure, processes=processes, args=(config, args.steps))[0]
         except LaunchError as error:
-            fail("calibrate", running.last_line(error), code=1)
+            fail("calibrate", last_line(error), code=1)
     with refusing("calibrate"):
         write(found, args.out)
     print(text(found))

@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prsgd import files
 from prsgd._check import shown
 from prsgd.cli.options import RUN, add_place_options, add_run_options, merged, new_folder
 from prsgd.cli.parser import Parser, fail, refusing
@@ -40,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
         configs, folder, at_once = _ask(args)
     from prsgd.cli.display import Display, number_of
     from prsgd.cli.running import STOPPED, failing, interruptible
-    from prsgd.lab import running
+    from prsgd.lab.compare import compare
+    from prsgd.lab.folder import note_failure
     from prsgd.lab.pool import Failure
 
     names = [f"{c.label}, seed {c.seed}" for c in configs]
@@ -50,12 +52,12 @@ def run(args: argparse.Namespace) -> int:
         def finished(number: int, result: Any) -> None:
             if isinstance(result, Failure):
                 if result.trace:
-                    running.note_failure(folder / configs[number].folder_name, result.trace)
+                    note_failure(folder / configs[number].folder_name, result.trace)
                 display.failed(number, f"{result.kind}: {result.message}")
             elif result is not None:
                 display.finished(number, result)
 
-        results = running.compare(
+        results = compare(
             configs, folder, at_once=at_once, started=display.starting, observe=display.show, finished=finished,
             should_stop=asked, tensorboard=args.tensorboard,
         )  # fmt: skip
@@ -86,10 +88,10 @@ def _report(folder: Path, as_json: bool, bad: list[str]) -> str:
         runs = [
             {
                 "folder": str(p.parent),
-                "config": json.loads((p.parent / "config.json").read_bytes()),
+                "config": json.loads((p.parent / files.CONFIG).read_bytes()),
                 **json.loads(p.read_bytes()),
             }
-            for p in sorted(folder.glob("*/summary.json"))
+            for p in sorted(folder.glob(f"*/{files.SUMMARY}"))
         ]
         table = [dataclasses.asdict(row) for row in series.rows(groups)]
         found = {"folder": str(folder), "report": str(place), "verdict": sentence, "table": table, "runs": runs}
@@ -101,8 +103,10 @@ def _report(folder: Path, as_json: bool, bad: list[str]) -> str:
 def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
     """The runs, their folder and how many at a time. All that can be wrong is found here."""
     from prsgd._check import whole_number
-    from prsgd.lab import events, running
-    from prsgd.lab import folder as folders
+    from prsgd.lab import events
+    from prsgd.lab.checks import check, check_checkpoints, warn_about
+    from prsgd.lab.folder import claim, finished_run, read_comparison, write_comparison
+    from prsgd.lab.processes import plain_warnings
 
     given = merged(args, (*RUN, "seeds", "jobs"))
     if given.get("method") in ("all", ["all"]) and given.get("cluster") is None and given.get("processes", 1) == 1:
@@ -118,23 +122,23 @@ def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
     if args.resume is not None:
         if args.out is not None or given:
             raise ValueError("resume continues a comparison as it was begun: no other option but jobs goes with it")
-        configs = folders.read_comparison(args.resume)
+        configs = read_comparison(args.resume)
         folder = args.resume
     else:
         configs = variants(given)
         folder = args.out or new_folder(f"compare-{configs[0].task}")
-    running.plain_warnings()
+    plain_warnings()
     if at_once is None:
         at_once = max(1, (os.cpu_count() or 1) // max(c.processes for c in configs))
     for config in {dataclasses.replace(c, seed=0, method="pr-sgd", period=1, overlap=0): c for c in configs}.values():
-        running.check(config)
-    running.warn_about(configs)
+        check(config)
+    warn_about(configs)
     if args.resume is not None:
         for config in configs:
-            running.check_checkpoints(config, folder / config.folder_name)
-            running.finished_run(folder / config.folder_name)
-    folders.claim(folder, marker="compare.json", resume=args.resume is not None, overwrite=args.overwrite)
-    folders.write_comparison(folder, configs)
+            check_checkpoints(config, folder / config.folder_name)
+            finished_run(folder / config.folder_name)
+    claim(folder, marker=files.COMPARISON, resume=args.resume is not None, overwrite=args.overwrite)
+    write_comparison(folder, configs)
     return configs, folder, at_once
 
 

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from prsgd.lab.run import Progress
+    from prsgd.lab.progress import Progress
     from prsgd.records import Summary
 
 LINE_SECONDS = 10.0

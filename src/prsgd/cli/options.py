@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,72 +16,109 @@ from prsgd.cli.parser import Parser, path
 from prsgd.lab.methods import METHODS
 from prsgd.tasks import MODULES
 
-RUN = (
-    "task", "model", "method", "workers", "period", "overlap", "epochs", "steps", "batch_size", "lr", "momentum",
-    "weight_decay", "split", "processes", "cluster", "seconds", "weights",
-)  # fmt: skip
+WHAT, HOW, MIXED, WHERE = "what is trained", "how", "mixed hardware", "where"
+"""The groups of options in a help text, in this order."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of train and compare: ``--batch-size`` on the command line, ``batch_size`` in a file."""
+
+    name: str
+    """A field of a Config, unless the value is a path or a switch."""
+    group: str
+    help: str
+    metavar: str | None = None
+    kind: Callable[[str], Any] = str
+    """What reads it; ``bool`` is for a switch."""
+    several: bool = False
+    """Does it take more than one value in a comparison?"""
+    plural: str | None = None
+    """Another name for it in a comparison."""
+    help_in_comparison: str | None = None
+    """Where it differs."""
+    in_file: bool = True
+
+    def add(self, parser: argparse._ActionsContainer, *, several: bool) -> None:
+        """Let ``parser`` take it, in a comparison (``several``) or in one run."""
+        names = [f"--{self.name.replace('_', '-')}"]
+        if several and self.plural is not None:
+            names.append(self.plural)
+        more: dict[str, Any] = {"action": "store_true"} if self.kind is bool else {"type": self.kind}
+        if self.metavar is not None:
+            more["metavar"] = self.metavar
+        if several and self.several:
+            more["nargs"] = "+"
+        told = self.help_in_comparison if several and self.help_in_comparison is not None else self.help
+        parser.add_argument(*names, dest=self.name, help=told, **more)
+
+
+_METHODS = f"{', '.join(METHODS)} (pr-sgd); prsgd methods tells what they are"
+_OVERLAPS = "; ".join(["0", *(f"{name} {method.overlap}" for name, method in METHODS.items() if method.overlap)])
+_BY_CLOCK = " or ".join(name for name, method in METHODS.items() if method.by_clock)
+
+OPTIONS = (
+    Option("task", WHAT, f"{', '.join(MODULES)} (digits)"),
+    Option("model", WHAT, "one of the task's models (its first)"),
+    Option("split", WHAT, "who has which data: pool, iid or dirichlet:ALPHA (iid)"),
+    Option("method", HOW, _METHODS, "NAME", several=True, plural="--methods", help_in_comparison=f"all, or {_METHODS}"),
+    Option("workers", HOW, "how many (8)", "N", int),
+    Option(
+        "period",
+        HOW,
+        "local steps between two averages (the method's own, mostly 8)",
+        "I",
+        int,
+        several=True,
+        help_in_comparison="local steps between two averages (1 4 8 16 32; beside other methods each one's own)",
+    ),
+    Option("overlap", HOW, f"steps that hide an average's transfer ({_OVERLAPS})", "D", int, several=True),
+    Option("epochs", HOW, "passes over the data, all workers together (digits 40, synthetic 20, others 10)", "E", int),
+    Option("steps", HOW, "instead of epochs: steps of each worker", "T", int),
+    Option("batch_size", HOW, "of each worker (digits and synthetic 8, others 32)", "B", int),
+    Option("lr", HOW, "divided by 10 at 1/2 and 11/12 of the run (0.1)", kind=float),
+    Option("momentum", HOW, "(0.9)", "M", float),
+    Option("weight_decay", HOW, "(0)", "W", float),
+    Option(
+        "cluster",
+        MIXED,
+        "model one: a file, or mixed, stragglers, lan-1g, lan-10g, wan, datacenter, paper; with --processes N of N "
+        "workers, play it by sleeping",
+        "NAME",
+    ),
+    Option("seconds", MIXED, f"of a round of {_BY_CLOCK} (PERIOD steps of the cluster's slowest worker)", "S", float),
+    Option("weights", MIXED, "each worker counts: uniform, or by its steps (uniform)"),
+    Option("processes", WHERE, "spread a run's workers over P processes here (1)", "P", int),
+    Option("out", WHERE, "the run's folder (a new one in runs/)", "DIR", path),
+    Option("resume", WHERE, "continue what is in this folder", "DIR", path),
+    Option("overwrite", WHERE, "replace the run that --out holds", kind=bool),
+    Option("config", WHERE, "a TOML file with these options as keys", "FILE", path, in_file=False),
+    Option("json", WHERE, "print a summary for programs, and nothing else, to stdout", kind=bool),
+    Option("tensorboard", WHERE, "write event files too", kind=bool),
+)
+PLACES = tuple(option.name for option in OPTIONS if option.kind is path and option.in_file)
+SWITCHES = tuple(option.name for option in OPTIONS if option.kind is bool)
+RUN = tuple(option.name for option in OPTIONS if option.kind not in (path, bool))
 """Fields of a Config that are options of the same name."""
 
 
 def add_run_options(parser: Parser, *, several: bool) -> None:
-    """``several``: method, period and overlap take more than one value."""
-    many: dict[str, Any] = {"nargs": "+"} if several else {}
-    what = parser.add_argument_group("what is trained")
-    what.add_argument("--task", help=f"{', '.join(MODULES)} (digits)")
-    what.add_argument("--model", help="one of the task's models (its first)")
-    what.add_argument("--split", help="who has which data: pool, iid or dirichlet:ALPHA (iid)")
-    how = parser.add_argument_group("how")
-    names = ("--method", "--methods") if several else ("--method",)
-    how.add_argument(
-        *names,
-        dest="method",
-        metavar="NAME",
-        help=f"{'all, or ' if several else ''}{', '.join(METHODS)} (pr-sgd); prsgd methods tells what they are",
-        **many,
-    )
-    how.add_argument("--workers", type=int, metavar="N", help="how many (8)")
-    usual = "1 4 8 16 32; beside other methods each one's own" if several else "the method's own, mostly 8"
-    how.add_argument("--period", type=int, metavar="I", help=f"local steps between two averages ({usual})", **many)
-    how.add_argument(
-        "--overlap", type=int, metavar="D", help="steps that hide an average's transfer (0; d-psgd 1)", **many
-    )
-    how.add_argument(
-        "--epochs",
-        type=int,
-        metavar="E",
-        help="passes over the data, all workers together (digits 40, synthetic 20, others 10)",
-    )
-    how.add_argument("--steps", type=int, metavar="T", help="instead of epochs: steps of each worker")
-    how.add_argument("--batch-size", type=int, metavar="B", help="of each worker (digits and synthetic 8, others 32)")
-    how.add_argument("--lr", type=float, help="divided by 10 at 1/2 and 11/12 of the run (0.1)")
-    how.add_argument("--momentum", type=float, metavar="M", help="(0.9)")
-    how.add_argument("--weight-decay", type=float, metavar="W", help="(0)")
-    mixed = parser.add_argument_group("mixed hardware")
-    mixed.add_argument(
-        "--cluster",
-        metavar="NAME",
-        help="model one: a file, or mixed, stragglers, lan-1g, lan-10g, wan, "
-        "datacenter, paper; with --processes N of N workers, play it by sleeping",
-    )
-    mixed.add_argument(
-        "--seconds",
-        type=float,
-        metavar="S",
-        help="of a round of pr-sgd-timed (PERIOD steps of the cluster's slowest worker)",
-    )
-    mixed.add_argument("--weights", help="each worker counts: uniform, or by its steps (uniform)")
+    """What makes a run; ``several``: of many, where some options take more than one value."""
+    for title in (WHAT, HOW, MIXED):
+        _add_group(parser, title, several=several)
 
 
 def add_place_options(parser: Parser) -> argparse._ArgumentGroup:
-    where = parser.add_argument_group("where")
-    where.add_argument("--processes", type=int, metavar="P", help="spread a run's workers over P processes here (1)")
-    where.add_argument("--out", type=path, metavar="DIR", help="the run's folder (a new one in runs/)")
-    where.add_argument("--resume", type=path, metavar="DIR", help="continue what is in this folder")
-    where.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
-    where.add_argument("--config", type=path, metavar="FILE", help="a TOML file with these options as keys")
-    where.add_argument("--json", action="store_true", help="print a summary for programs, and nothing else, to stdout")
-    where.add_argument("--tensorboard", action="store_true", help="write event files too")
-    return where
+    """Where it runs, and what is left of it; returns the group, for more of the kind."""
+    return _add_group(parser, WHERE, several=False)
+
+
+def _add_group(parser: Parser, title: str, *, several: bool) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group(title)
+    for option in OPTIONS:
+        if option.group == title:
+            option.add(group, several=several)
+    return group
 
 
 def new_folder(name: str) -> Path:
@@ -87,10 +126,6 @@ def new_folder(name: str) -> Path:
     place = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = (place.with_name(f"{place.name}-{number}") for number in itertools.count(2))
     return place if not place.exists() else next(other for other in others if not other.exists())
-
-
-PLACES = ("out", "resume")
-SWITCHES = ("overwrite", "json", "tensorboard")
 
 
 def merged(args: argparse.Namespace, keys: tuple[str, ...]) -> dict[str, Any]:

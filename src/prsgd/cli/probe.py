@@ -39,7 +39,7 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     with refusing("probe"):
         from prsgd._check import whole_number
-        from prsgd.lab import running
+        from prsgd.lab.checks import check
         from prsgd.lab.config import Config
 
         whole_number("looks", args.looks, at_least=2, at_most=MOST_LOOKS)
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             task=args.task, model=args.model, workers=1, period=1, steps=args.steps, batch_size=args.batch_size,
             lr=args.lr, momentum=args.momentum, seed=args.seed,
         ).resolve()  # fmt: skip
-        running.check(config)
+        check(config)
     try:
         found = _walk(config, args.looks)
     except ValueError as error:  # on the way

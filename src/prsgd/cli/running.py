@@ -13,8 +13,10 @@ from types import FrameType
 
 from prsgd.cli.parser import fail
 from prsgd.errors import DivergedError, LaunchError, PrsgdError
-from prsgd.lab.run import Stopped
-from prsgd.lab.running import last_line, note_failure
+from prsgd.lab import checkpoint
+from prsgd.lab.folder import note_failure
+from prsgd.lab.processes import last_line
+from prsgd.lab.progress import Stopped
 
 STOPPED = 130
 """Exit code after Ctrl-C."""
@@ -49,7 +51,7 @@ def failing(command: str, folder: Path) -> Iterator[None]:
     """While training: what goes wrong is one line and exit 1; the traceback of a surprise lies in the folder."""
 
     def hint() -> str:
-        kept = any(folder.glob("**/manifest-*.json"))
+        kept = checkpoint.any_in(folder)
         return f"; the last checkpoint is kept, continue with --resume {folder}" if kept else ""
 
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from prsgd import files
 from prsgd.cli.parser import Parser, path, refusing
 
 
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         drawn = [timeline.timeline(label, spans, rounds) for label, spans in found.values()]
         timelines = [one for one in drawn if one is not None]
         for folder, (_, spans) in found.items():
-            (folder / "trace.json").write_text(json.dumps(trace.to_chrome(trace.split(spans))))
+            (folder / files.TRACE).write_text(json.dumps(trace.to_chrome(trace.split(spans))))
         paths = figures.save(args.folder, {"timeline": lambda: timeline.draw(timelines)}) if timelines else []
     for label, spans in found.values():
         first = min((span.number for span in spans if span.kind == "step"), default=1)
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     print()
     for place in paths:
         print(place)
-    print(f"for Perfetto or chrome://tracing: {next(iter(found)) / 'trace.json'}")
+    print(f"for Perfetto or chrome://tracing: {next(iter(found)) / files.TRACE}")
     if len(found) > 1:
         print(f"(there is one for each of the {number_of(len(found), 'run')}, in its folder)")
     return 0

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prsgd import files
 from prsgd.cli.options import RUN, add_place_options, add_run_options, merged, new_folder
 from prsgd.cli.parser import Parser, refusing
 from prsgd.comm import job
@@ -29,8 +30,9 @@ def run(args: argparse.Namespace) -> int:
         config, folder, begun = _ask(args)
     from prsgd.cli.display import Display
     from prsgd.cli.running import STOPPED, failing, interruptible
-    from prsgd.lab.run import Stopped
-    from prsgd.lab.running import finished_run, train
+    from prsgd.lab.folder import finished_run
+    from prsgd.lab.processes import train
+    from prsgd.lab.progress import Stopped
 
     first = job.is_first()
     summary = finished_run(folder) if begun else None
@@ -56,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _tell(config: Config, folder: Path, summary: Summary, as_json: bool) -> int:
     from prsgd.cli.display import duration
-    from prsgd.lab.run import MODEL
 
     if as_json:
         print(json.dumps({"folder": str(folder), "config": dataclasses.asdict(config), **dataclasses.asdict(summary)}))
@@ -64,7 +65,7 @@ def _tell(config: Config, folder: Path, summary: Summary, as_json: bool) -> int:
         print(f"done in {duration(summary.seconds)} of training: {_result(summary)}")
         if summary.modelled_seconds is not None:
             print(f"on the cluster: {duration(summary.modelled_seconds)}")
-        print(f"the model: {folder / MODEL}; figures: prsgd report {folder}")
+        print(f"the model: {folder / files.MODEL}; figures: prsgd report {folder}")
         if summary.train_loss > summary.first_train_loss:
             print("the loss is above that of the model it began with: lower the lr?")
     return 0
@@ -74,13 +75,14 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
     """What is to be trained, where, and whether it was begun before. All that can be wrong is found here."""
     import torch
 
-    from prsgd.lab import events, running
-    from prsgd.lab import folder as folders
+    from prsgd.lab import events
+    from prsgd.lab.checks import check, check_checkpoints, warn_about
     from prsgd.lab.config import Config
-    from prsgd.lab.run import prepare
+    from prsgd.lab.folder import claim, finished_run, prepare, read_config, same
+    from prsgd.lab.processes import join_torchrun, plain_warnings
 
     torch.set_num_threads(1)
-    running.plain_warnings()
+    plain_warnings()
     given = merged(args, (*RUN, "seed", "seeds"))
     if "seeds" in given:
         given["seed"] = given.pop("seeds")
@@ -89,29 +91,29 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
     if args.resume is not None:
         if args.out is not None:
             raise ValueError("out and resume are two ways to name the folder: give one of them")
-        config = folders.read_config(args.resume)
-        folders.same(config, given, args.resume)
+        config = read_config(args.resume)
+        same(config, given, args.resume)
         folder = args.resume
-        running.check_checkpoints(config, folder)
+        check_checkpoints(config, folder)
     else:
         config = Config.from_dict(given).resolve()
         folder = args.out or new_folder(f"{config.task}-{config.folder_name}")
     ours = job.find()
     if ours is not None:  # torchrun has a process count of its own
         config = dataclasses.replace(config, processes=ours.size).resolve()
-    running.check(config)
-    running.warn_about([config])
+    check(config)
+    warn_about([config])
     if args.resume is not None:
-        running.finished_run(folder)
+        finished_run(folder)
     if ours is not None:
-        folder = running.join_torchrun(folder)
+        folder = join_torchrun(folder)
     first = job.is_first()
     if first:
-        folders.claim(folder, marker="config.json", resume=args.resume is not None, overwrite=args.overwrite)
+        claim(folder, marker=files.CONFIG, resume=args.resume is not None, overwrite=args.overwrite)
         if args.resume is None:
             prepare(config, folder)
-        elif folders.read_config(folder) != config:
-            raise ValueError(f"{folder} was begun with {folders.read_config(folder).processes} processes")
+        elif read_config(folder) != config:
+            raise ValueError(f"{folder} was begun with {read_config(folder).processes} processes")
     return config, folder, args.resume is not None
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from prsgd import _json
+from prsgd import _json, files
 
 SPANS = 40_000
 """Kept of a run: the newest."""
@@ -200,7 +200,7 @@ def read(folder: Path) -> list[Span]:
     Machines have clocks of their own: those of others are moved so that averages arrive everywhere at once.
     """
     found: list[tuple[str, list[Span]]] = []
-    for path in sorted(folder.glob("trace-*.json")):
+    for path in sorted(folder.glob(files.TRACES)):
         try:
             content = _json.parse(path.read_text())
             found.append((str(content.get("otherData", {}).get("host")), from_chrome(content)))

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prsgd import _json
+from prsgd import _json, files
 from prsgd.errors import CheckpointError
+from prsgd.replicas.fleet import Fleet
 
 FORMAT = 1
 KEEP = 2
@@ -42,7 +43,7 @@ class Checkpoints:
     """The checkpoints of one process of a run."""
 
     def __init__(self, folder: Path, *, rank: int = 0) -> None:
-        self._folder, self._rank = folder / "checkpoints", rank
+        self._folder, self._rank = folder / files.CHECKPOINTS, rank
 
     def save(self, step: int, state: Any) -> None:
         """Write ``state`` (dicts, lists, numbers, texts, tensors) as the checkpoint of ``step``."""
@@ -60,6 +61,17 @@ class Checkpoints:
         write(place / self._manifest, json.dumps(manifest, indent=2).encode())
         for old in self._places()[:-KEEP]:
             self._remove(old)
+
+    def settle_on(self, fleet: Fleet) -> int | None:
+        """The newest step of which every process of the fleet has a whole checkpoint; this process forgets the others.
+
+        A collective, unless the whole fleet lives here. Checkpoints older than that one are kept.
+        """
+        steps = self.steps()
+        alone = len(fleet.workers) == fleet.num_workers
+        common = newest_common([steps] if alone else _everyones(steps, fleet), self._folder.parent)
+        self.forget_all_but([step for step in steps if common is not None and step <= common])
+        return common
 
     def forget_all_but(self, steps: Collection[int]) -> None:
         """Remove this process's other checkpoints: damaged, or newer than the one that a run continues from."""
@@ -142,6 +154,21 @@ def newest_common(steps: Sequence[Collection[int]], folder: Path) -> int | None:
             f"the processes' checkpoints in {folder} have no step in common: begin anew with --overwrite"
         )
     return max(common, default=None)
+
+
+def _everyones(steps: Sequence[int], fleet: Fleet) -> list[set[int]]:
+    """The newest steps that each worker's process has a checkpoint of."""
+    newest = torch.full((8,), -1, dtype=torch.int64)
+    kept = steps[-len(newest) :]
+    newest[: len(kept)] = torch.tensor(kept, dtype=torch.int64)
+    device = next(fleet.modules[0].parameters()).device
+    everyones = fleet.comm.all_gather(newest.expand(len(fleet.workers), -1).to(device, copy=True)).wait()
+    return [{step for step in part.tolist() if step >= 0} for part in everyones]
+
+
+def any_in(folder: Path) -> bool:
+    """Is there a finished checkpoint, of this run or of one that is compared here?"""
+    return any(folder.glob("**/manifest-*.json"))
 
 
 def write(path: Path, content: bytes) -> None:

@@ -159,9 +159,17 @@ class Config:
                 f"got {self.overlap}"
             )
 
-    def parts(self) -> methods.Parts:
+    def parts(self, num_steps: int | None = None) -> methods.Parts:
+        """The method's parts, for a run of ``num_steps`` steps of each worker where that is known."""
         assert self.lr is not None
-        given = methods.Settings(self.period or 1, self.lr, self.seconds or 1.0, self.weights, self.seed)
+        given = methods.Settings(
+            period=self.period or 1,
+            lr=self.lr,
+            seconds=self.seconds or 1.0,
+            weights=self.weights,
+            seed=self.seed,
+            num_steps=num_steps,
+        )
         return methods.find(self.method).build(given)
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from prsgd import files
+
 AVERAGE = ("loss", "drift", "bytes_sent", "wait_seconds", "lr")
 EVALUATION = ("train_loss", "test_loss", "test_accuracy")
 
@@ -25,7 +27,7 @@ class Events:
         from torch.utils.tensorboard import SummaryWriter
 
         # What a run that is continued had written beyond its checkpoint is not shown twice.
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1 if from_step else None)
+        self._writer = SummaryWriter(str(folder / files.TENSORBOARD), purge_step=from_step + 1 if from_step else None)
 
     def add(self, line: dict[str, Any]) -> None:
         kind = line["kind"]

@@ -1,28 +1,29 @@
-"""A run's folder: who may write into it."""
+"""A run's folder: who may write into it, what is put there before a run starts and what is read back from it."""
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
-import re
+import platform
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prsgd import _json
+import torch
+
+import prsgd
+from prsgd import _json, files
+from prsgd import cluster as clusters
 from prsgd.errors import CheckpointError
 from prsgd.lab.checkpoint import write
 from prsgd.lab.config import Config
+from prsgd.lab.feed import class_counts
+from prsgd.records import Summary
 
-OURS = (
-    ".lock", "config.json", "environment.json", "model.safetensors", "records.jsonl", "split.json", "summary.json",
-    "checkpoints", "error.txt", "stop", "compare.json", "report.html", "figures", "curves.csv", "table.csv",
-    "tensorboard", "trace.json", "cluster.toml",
-)  # fmt: skip
-"""What we put into a folder: --overwrite removes these and nothing else."""
-
-
-_KINDS = {"config.json": "run", "compare.json": "comparison"}
+_KINDS = {files.CONFIG: "run", files.COMPARISON: "comparison"}
 
 
 def claim(folder: Path, *, marker: str, resume: bool, overwrite: bool) -> None:
@@ -34,7 +35,7 @@ def claim(folder: Path, *, marker: str, resume: bool, overwrite: bool) -> None:
         raise ValueError(f"out must be a folder, {folder} is a file")
     holds = sorted(p.name for p in folder.iterdir()) if folder.exists() else []
     if holds and not resume:
-        other = next((name for name in ("config.json", "compare.json") if name in holds and name != marker), None)
+        other = next((name for name in _KINDS if name in holds and name != marker), None)
         if other is not None and marker not in holds:
             raise ValueError(f"{folder} holds a {_KINDS[other]}: give another folder, or delete it")
         if marker not in holds:
@@ -51,36 +52,63 @@ def claim(folder: Path, *, marker: str, resume: bool, overwrite: bool) -> None:
         raise ValueError(f"out cannot be written: {folder}: {error.strerror}") from None
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep others from training in the same folder. Where a file system has no locks, they are trusted."""
+    with (folder / files.LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"another process is training in {folder}") from None
+        except OSError:
+            pass
+        yield
+
+
+def prepare(config: Config, folder: Path) -> None:
+    """Make a new run's folder, with what is known before it starts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / files.SPLIT, json.dumps({"counts": class_counts(config)}).encode())
+    write(folder / files.ENVIRONMENT, json.dumps(environment(), indent=2).encode())
+    cluster = config.modelled()
+    if cluster is not None:
+        clusters.write(cluster, folder / files.CLUSTER)
+    write(folder / files.CONFIG, config.to_json().encode())
+
+
+def environment() -> dict[str, Any]:
+    """What a run's numbers may depend on beside its config."""
+    return {
+        "prsgd": prsgd.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+    }
+
+
 def clear(folder: Path) -> None:
     """Remove what we put there, runs that were compared included; nothing at all if there is anything else."""
-    runs = [path for path in folder.iterdir() if path.is_dir() and (path / "config.json").exists()]
+    runs = [path for path in folder.iterdir() if path.is_dir() and (path / files.CONFIG).exists()]
     for place in (folder, *runs):
         for path in place.iterdir():
-            if path not in runs and not _is_ours(path.name):
+            if path not in runs and not files.is_ours(path.name):
                 raise ValueError(f"{path} is not ours: move it away before {folder} is overwritten")
     for place in (*runs, folder):
         for path in place.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _is_ours(name: str) -> bool:
-    """Also a file that was being written when its process was killed.
-
-    >>> _is_ours("summary.json"), _is_ours(".summary.json.4242"), _is_ours("trace-3.json"), _is_ours("thesis.txt")
-    (True, True, True, False)
-    """
-    plain = re.sub(r"^trace-\d+\.", "trace.", re.sub(r"^\.|\.\d+$", "", name))
-    return name in OURS or plain in OURS
-
-
 def read_config(folder: Path) -> Config:
     """The config of the run in ``folder``."""
-    return _config(_read(folder / "config.json", "run"), folder / "config.json")
+    return _config(_read(folder / files.CONFIG, "run"), folder / files.CONFIG)
 
 
 def read_comparison(folder: Path) -> list[Config]:
     """The configs of the comparison in ``folder``."""
-    path = folder / "compare.json"
+    path = folder / files.COMPARISON
     runs = _read(path, "comparison").get("runs")
     if not isinstance(runs, list) or not runs:
         raise CheckpointError(f"{path} is not a comparison's: it lists no runs")
@@ -97,6 +125,27 @@ def _config(values: Any, path: Path) -> Config:
     except ValueError as error:
         raise CheckpointError(f"{path} is not a {_KINDS[path.name]}'s: {error}") from None
     return config
+
+
+def finished_run(folder: Path) -> Summary | None:
+    """How the run in ``folder`` ended, if it did."""
+    place = folder / files.SUMMARY
+    try:
+        return Summary.from_dict(_json.parse(place.read_bytes()))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{place} cannot be read: {error}") from None
+
+
+def note_failure(folder: Path, trace: str) -> Path | None:
+    """Keep a traceback for those who want it; returns where, None if it could not be kept."""
+    place = folder / files.ERROR
+    try:
+        write(place, trace.encode())
+    except OSError:
+        return None
+    return place
 
 
 def same(saved: Config, given: dict[str, Any], folder: Path) -> None:
@@ -126,4 +175,4 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
 def write_comparison(folder: Path, configs: list[Config]) -> None:
     """Say in ``folder`` what is compared there."""
     content = json.dumps({"runs": [dataclasses.asdict(c) for c in configs]}, indent=2)
-    write(folder / "compare.json", content.encode())
+    write(folder / files.COMPARISON, content.encode())

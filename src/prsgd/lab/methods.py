@@ -41,6 +41,8 @@ class Settings:
     weights: str = "uniform"
     """How much each worker counts: "uniform", or by its "steps"."""
     seed: int = 0
+    num_steps: int | None = None
+    """The run's length, in steps of each worker; None where it is not known yet, as when a config is checked."""
 
 
 @dataclass(frozen=True)

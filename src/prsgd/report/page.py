@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from prsgd import files
 from prsgd.report import about, series
 from prsgd.report.chart import Chart
 from prsgd.report.figures import FIGURES, draw
@@ -39,7 +40,7 @@ def write(folders: Sequence[Path], out: Path | None = None, *, baseline: str | N
     pictures = applying(FIGURES, groups)
     draw(pictures, out)
     write_csv(groups, charts(pictures), out)
-    path = out / "report.html"
+    path = out / files.REPORT
     path.write_text(_render(groups, pictures, out), encoding="utf-8")
     return path
 
@@ -117,7 +118,7 @@ def for_template(pictures: Sequence[Picture[Any]], out: Path) -> list[dict[str, 
 
 def _static(name: str, out: Path) -> str:
     """The figure for paper, also for readers without JavaScript."""
-    image = (out / "figures" / f"{name}.svg").read_bytes()
+    image = (out / files.FIGURES / f"{name}.svg").read_bytes()
     return f"data:image/svg+xml;base64,{base64.b64encode(image).decode()}"
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prsgd import _json
+from prsgd import _json, files
 from prsgd._check import shown
 from prsgd.clocks.trace import Span
 from prsgd.clocks.trace import read as read_trace
@@ -130,8 +130,8 @@ def read(folders: Sequence[Path]) -> list[Run]:
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}")
-        alone = (folder / "config.json").is_file()
-        inside = [folder] if alone else sorted(path.parent for path in folder.glob("*/config.json"))
+        alone = (folder / files.CONFIG).is_file()
+        inside = [folder] if alone else sorted(path.parent for path in folder.glob(f"*/{files.CONFIG}"))
         if not inside:
             raise ValueError(f"folder must hold a config.json, itself or one level down, got {folder}")
         for place in inside:
@@ -151,15 +151,16 @@ _NUMBERS = ("lr", "momentum", "weight_decay", "seconds")
 
 
 def _read_run(folder: Path) -> Run:
-    config = _object(folder / "config.json")
+    config = _object(folder / files.CONFIG)
     for key in (*_TEXTS, *_WHOLE, *_NUMBERS):
         value = config.get(key)
         if value is None and key in _NEEDED:
-            raise ValueError(f"{folder / 'config.json'}: {key} is missing")
+            raise ValueError(f"{folder / files.CONFIG}: {key} is missing")
         if value is not None and not _can_be(key, value):
-            raise ValueError(f"{folder / 'config.json'}: {key} cannot be {shown(value)}")
-    averages, evaluations = _records(folder / "records.jsonl")
-    optional = {name: folder / f"{name}.json" for name in ("environment", "summary", "split")}
+            raise ValueError(f"{folder / files.CONFIG}: {key} cannot be {shown(value)}")
+    averages, evaluations = _records(folder / files.RECORDS)
+    names = {"environment": files.ENVIRONMENT, "summary": files.SUMMARY, "split": files.SPLIT}
+    optional = {key: folder / name for key, name in names.items()}
     given = {name: (path, _object(path)) for name, path in optional.items() if path.is_file()}
     return Run(
         folder=folder,

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from prsgd import files
 from prsgd.report.chart import Chart
 from prsgd.report.series import Group, Measured, Row, rows
 
@@ -61,7 +62,7 @@ def row_cells(row: Row) -> list[str]:
 def write_csv(groups: Sequence[Group], charts: Mapping[str, Chart], folder: Path) -> list[Path]:
     """table.csv, one line a group, and curves.csv, one line a point of a curve of these charts, by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    table, curves = folder / "table.csv", folder / "curves.csv"
+    table, curves = folder / files.TABLE, folder / files.CURVES
     _write(table, _TABLE_HEADS, (_table_line(row) for row in rows(groups)))
     lines = (
         (name, curve.name, x, mean, low, high)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prsgd import files
 from prsgd.report.figures import curves, idle, places, split, timeline
 from prsgd.report.figures.base import Figure, Picture
 from prsgd.report.figures.style import STYLE
@@ -40,7 +41,7 @@ def save(folder: Path, made: Mapping[str, Callable[[], Drawing]]) -> list[Path]:
     """
     from matplotlib import style
 
-    place = folder / "figures"
+    place = folder / files.FIGURES
     place.mkdir(parents=True, exist_ok=True)
     paths = []
     with style.context(["default", STYLE]):  # whatever the user's matplotlibrc says

@@ -1,0 +1,50 @@
+"""What is looked at before anything is trained."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+from prsgd import tasks
+from prsgd._check import shown, whole_number
+from prsgd.comm import job
+from prsgd.data import splits
+from prsgd.lab import feed, methods
+from prsgd.lab.checkpoint import Checkpoints, newest_common
+from prsgd.lab.config import MOST, Config
+
+MOST_PROCESSES = 1024
+"""That we start on this machine: each imports torch."""
+
+
+def check(config: Config) -> None:
+    """See that the data are there and can be dealt out so, and that there is an end; a ValueError or DataError else."""
+    if job.find() is None:  # which starts as many as it was told, on many machines
+        whole_number("processes", config.processes, at_least=1, at_most=MOST_PROCESSES)
+    shards = feed.deal(config, tasks.load(config.task))
+    if feed.num_steps(config, shards) > MOST:
+        length = shards.steps_per_epoch
+        raise ValueError(
+            f"epochs must be at most {MOST // length:,} for {length:,} steps each, got {shown(config.epochs)}"
+        )
+
+
+def warn_about(configs: Iterable[Config]) -> None:
+    """Of what can be trained but is not what the theory is about."""
+    alike = (splits.iid(), splits.pool())
+    for config in {c.method: c for c in configs}.values():
+        if methods.find(config.method).uneven and splits.parse(config.split) not in alike:
+            warnings.warn(
+                f"{config.method} on a {config.split} split: workers that take more steps pull the model towards their "
+                "own data (the paper's Assumption 2, identical distributions, does not hold)",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def check_checkpoints(config: Config, folder: Path) -> None:
+    """A CheckpointError if the run in ``folder`` cannot be continued."""
+    steps = [Checkpoints(folder, rank=rank).steps(on_damage=lambda _: None) for rank in range(config.processes)]
+    if job.find() is None:  # there, other machines may have the others' files
+        newest_common(steps, folder)
