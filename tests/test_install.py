@@ -66,7 +66,6 @@ def bare(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.timeout(300)
 def test_every_command_without_the_lab_extra(tmp_path: Path, bare: dict[str, str]) -> None:
     lines = [*WORK, *NEED]
     assert {line.split()[0] for line in lines} == set(COMMANDS)
