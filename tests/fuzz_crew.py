@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
-import socket
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
@@ -16,9 +14,7 @@ import torch
 from tests.fuzz_outcome import Look, Outcome
 from tests.fuzz_run import LIMIT_SECONDS, run_rank
 from tests.fuzz_scenario import Scenario
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo", "tests.fuzz_run", "prsgd.comm.joining"])
+from tests.ranks import free_port, warmed
 
 
 class Crew:
@@ -64,12 +60,10 @@ class Crew:
         self._processes, self._ends = [], []
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        context, port = warmed(), free_port()
         for rank in range(self.num_ranks):
-            mine, theirs = _context.Pipe()
-            process = _context.Process(target=_main, args=(theirs, rank, self.num_ranks, port), daemon=True)
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_main, args=(theirs, rank, self.num_ranks, port), daemon=True)
             process.start()
             theirs.close()
             self._ends.append(mine)

@@ -17,7 +17,7 @@ from tests.fuzz_problem import optimizers, replica
 from tests.fuzz_scenario import Scenario, made
 from tests.problems import batch
 
-LIMIT_SECONDS = 10.0
+LIMIT_SECONDS = 30.0
 """How long a rank waits for another."""
 
 

@@ -1,28 +1,61 @@
-"""Real processes for tests: every rank has a time limit, and a rank that hangs is killed and named."""
+"""Real processes for tests, of one warm server: every rank has a time limit, and one that hangs is killed and named."""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "prsgd.core.local_sgd", "prsgd.comm.joining"])
+LIMIT_SECONDS = 120.0
+"""For what takes a second where nothing else is running."""
+
+
+def warmed() -> Any:
+    """What starts processes: forks of a server that has imported torch, prsgd and every module of tests that is here.
+
+    A rank's own imports would take 2 s of a core (an optimizer's first step imports torch._dynamo), and there are more
+    than a thousand ranks.
+    """
+    context = multiprocessing.get_context("forkserver")
+    ours = sorted(name for name in sys.modules if name.startswith("tests."))
+    context.set_forkserver_preload(
+        ["torch._dynamo", "prsgd.comm.joining", "prsgd.lab.running", "prsgd.cli.train", *ours]
+    )
+    return context  # once the server runs, it stays as it is
+
+
+def free_port() -> int:
+    """Below the ports that the system gives away, or a connection of another test may take it before we do."""
+    number = 7 * os.getpid() + next(_count)
+    for port in (10_000 + (number + more) % 20_000 for more in range(20_000)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
+_count = itertools.count()
 
 
 class RankFailed(AssertionError):  # noqa: N818 - an assertion, like the others
     """A rank raised, died or hung."""
 
 
-def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = LIMIT_SECONDS) -> list[Any]:
     """``fn(rank, *args)`` in ``num_ranks`` processes of one gloo job; their results by rank."""
     outcomes = try_ranks(fn, num_ranks, *args, timeout_seconds=timeout_seconds)
     for rank, (kind, value) in enumerate(outcomes):
@@ -32,16 +65,14 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_second
 
 
 def try_ranks(
-    fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 60.0
+    fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = LIMIT_SECONDS
 ) -> list[tuple[str, Any]]:
     """As ``run_ranks``; per rank ("result", value), ("error", "Type: text"), ("died", exit code) or ("hung", None)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    context, port = warmed(), free_port()
     ends, processes = [], []
     for rank in range(num_ranks):
-        mine, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_main, args=(theirs, rank, num_ranks, port, fn, args), daemon=True)
+        mine, theirs = context.Pipe()
+        process = context.Process(target=_main, args=(theirs, rank, num_ranks, port, fn, args), daemon=True)
         process.start()
         theirs.close()
         ends.append(mine)
@@ -49,20 +80,37 @@ def try_ranks(
     outcomes: list[tuple[str, Any]] = [("hung", None)] * num_ranks
     deadline = time.monotonic() + timeout_seconds
     waiting: dict[Any, int] = {end: rank for rank, end in enumerate(ends)}
+    joining = set(range(num_ranks))
     while waiting and (left := deadline - time.monotonic()) > 0:
         for end in wait(list(waiting), left):
-            rank = waiting.pop(end)
+            rank = waiting[end]
             try:
-                outcomes[rank] = pickle.loads(end.recv_bytes())
-            except EOFError:
+                outcome = pickle.loads(end.recv_bytes())
+            except (EOFError, ConnectionResetError):
                 processes[rank].join(5)
-                outcomes[rank] = ("died", processes[rank].exitcode)
+                outcome = ("died", processes[rank].exitcode)
+            if outcome != JOINED:
+                outcomes[rank] = outcome
+                del waiting[end]
+            if rank in joining:
+                joining.remove(rank)
+                if not joining:
+                    _release(ends)
     for process in processes:
         process.join(max(0.0, min(10.0, deadline - time.monotonic())))
         if process.is_alive():
             process.kill()
             process.join()
     return outcomes
+
+
+def _release(ends: list[Connection]) -> None:
+    for end in ends:
+        with suppress(OSError):  # it failed to join
+            end.send_bytes(b"go")
+
+
+JOINED = ("joined", None)
 
 
 def _main(
@@ -74,6 +122,8 @@ def _main(
 
     try:
         prsgd.init()
+        pipe.send_bytes(pickle.dumps(JOINED))
+        pipe.recv_bytes()  # nobody leaves, and takes the store along, while another one joins
         outcome = ("result", fn(rank, *args))
     except BaseException as error:
         if os.environ.get("PRSGD_TEST_TRACE"):
@@ -82,3 +132,39 @@ def _main(
     pipe.send_bytes(pickle.dumps(outcome))  # by value: send() would share the tensors' memory, which ends here
     pipe.close()
     os._exit(0)  # leave without a goodbye: what a test needs of its peers, it says itself
+
+
+def run_command(
+    *args: str, cwd: Path, first: Callable[[], None] | None = None, timeout_seconds: float = 250.0
+) -> subprocess.CompletedProcess[str]:
+    """``prsgd ARGS`` in a process of its own that need not import torch first; ``first`` is called in it before.
+
+    >>> run_command("--version", cwd=Path()).stdout.split()[0]
+    'prsgd'
+    """
+    with TemporaryDirectory() as place:
+        said = [Path(place, name) for name in ("stdout", "stderr")]
+        process = warmed().Process(target=_command, args=(args, cwd, said, first))
+        process.start()
+        try:
+            process.join(timeout_seconds)
+            if process.is_alive():
+                raise subprocess.TimeoutExpired(["prsgd", *args], timeout_seconds, *(path.read_text() for path in said))
+        finally:
+            process.kill()
+            process.join()
+        out, err = (path.read_text() for path in said)
+    return subprocess.CompletedProcess(["prsgd", *args], process.exitcode, out, err)
+
+
+def _command(args: tuple[str, ...], cwd: Path, said: list[Path], first: Callable[[], None] | None) -> None:
+    for number, path in enumerate(said, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.chdir(cwd)
+    os.environ.update(OMP_NUM_THREADS="1", COLUMNS="80")
+    sys.argv = ["prsgd", *args]
+    if first is not None:
+        first()
+    from prsgd.cli import main
+
+    sys.exit(main())

@@ -194,8 +194,8 @@ def evaluated(rank: int, name: str, overlap: int, num_steps: list[int]) -> Any:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     found = []
     with prsgd.LocalSGD(
-        net, optimizer, schedule=prsgd.every(2), overlap=overlap, averaging=fresh(name), timeout_seconds=20,
-        done_timeout_seconds=20,
+        net, optimizer, schedule=prsgd.every(2), overlap=overlap, averaging=fresh(name), timeout_seconds=60,
+        done_timeout_seconds=60,
     ) as local:  # fmt: skip
         for step in range(num_steps[rank]):
             x, y = batch(rank, step)
@@ -234,7 +234,7 @@ def test_those_that_are_done_answer_a_consensus() -> None:
 def rank_splits(rank: int, name: str) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), averaging=fresh(name), timeout_seconds=20) as local:
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), averaging=fresh(name), timeout_seconds=60) as local:
         for step in range(6):
             x, y = batch(rank, step)
             optimizer.zero_grad()
@@ -284,8 +284,8 @@ def left_early(rank: int, name: str, overlap: int) -> Any:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with prsgd.LocalSGD(
-        net, optimizer, schedule=prsgd.every(1), overlap=overlap, averaging=fresh(name), timeout_seconds=20,
-        done_timeout_seconds=20,
+        net, optimizer, schedule=prsgd.every(1), overlap=overlap, averaging=fresh(name), timeout_seconds=60,
+        done_timeout_seconds=60,
     ) as local:  # fmt: skip
         for step in range(5):
             x, y = batch(rank, step)
@@ -309,7 +309,7 @@ def at_other_steps(rank: int, name: str) -> Any:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with prsgd.LocalSGD(
-        net, optimizer, schedule=prsgd.every(3), overlap=2, averaging=fresh(name), timeout_seconds=20
+        net, optimizer, schedule=prsgd.every(3), overlap=2, averaging=fresh(name), timeout_seconds=60
     ) as local:
         for step in range(1, 13):
             x, y = batch(rank, step)
@@ -353,7 +353,7 @@ def test_looking_does_not_change_the_run(name: str) -> None:
 def looked(rank: int, name: str, looks: int) -> Tensor:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
-    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4), averaging=fresh(name), timeout_seconds=20) as local:
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4), averaging=fresh(name), timeout_seconds=60) as local:
         for step in range(2 if rank == 0 else 8):
             x, y = batch(rank, step)
             optimizer.zero_grad()

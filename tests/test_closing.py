@@ -19,7 +19,7 @@ from torch import nn
 import prsgd
 from prsgd.comm import connection, sockets
 from tests.problems import batch, model, train_fleet, train_model
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 SCRIPT = """
 import sys
@@ -67,9 +67,7 @@ else:
 
 def start_ranks(script: Path, num_ranks: int, *args: str, **more: str) -> list[subprocess.Popen[str]]:
     """A script of the user's own, as torchrun would start it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     root = Path(__file__).parent.parent
     common = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "MASTER_ADDR": "127.0.0.1", **more}
     return [
@@ -100,12 +98,12 @@ def test_a_rank_that_raises_with_an_average_in_flight(shape: str, num_ranks: int
     script.write_text(SCRIPT)
     ranks = start_ranks(script, num_ranks, shape, kind, str(tmp_path))
     try:
-        _, said = ranks[0].communicate(timeout=60)
+        _, said = ranks[0].communicate(timeout=120)
         assert said.splitlines()[-1].endswith("KeyError: 'mine'"), said
         assert ranks[0].returncode == 1
         (tmp_path / "go").touch()
         for rank in ranks[1:]:
-            _, said = rank.communicate(timeout=60)
+            _, said = rank.communicate(timeout=120)
             assert "prsgd.errors.PeerError: round " in said.splitlines()[-1], said
             assert rank.returncode == 1
     finally:
@@ -138,7 +136,7 @@ def test_torchs_debug_mode(tmp_path: Path) -> None:
     rows, _, _ = train_fleet([6, 6], schedule=prsgd.every(4), overlap=1)
     try:
         for rank, process in enumerate(ranks):
-            said, errors = process.communicate(timeout=90)
+            said, errors = process.communicate(timeout=120)
             assert process.returncode == 1 - rank, errors
             found = torch.tensor(json.loads(said), dtype=torch.float64)
             torch.testing.assert_close(found, rows[rank], rtol=1e-12, atol=1e-14)

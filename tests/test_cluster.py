@@ -30,6 +30,8 @@ from prsgd.lab.run import run
 from prsgd.theory.bounds import active_workers
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_launch")
+
 FAR = 1e18
 """Bytes per second: a link that takes no time."""
 
@@ -375,6 +377,8 @@ def test_a_thousand_workers(tmp_path: Path) -> None:
 
 
 SPEEDS = (4, 2, 1)
+STEP_SECONDS = 0.08
+"""Of the slowest: the fastest one's 20 ms are long beside what a busy machine takes now and then."""
 
 
 def timed_rank(rank: int, overlap: int) -> tuple[int, list[int], list[Span]]:
@@ -382,11 +386,11 @@ def timed_rank(rank: int, overlap: int) -> tuple[int, list[int], list[Span]]:
     torch.manual_seed(rank)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with prsgd.LocalSGD(model, optimizer, schedule=prsgd.timed(0.2), overlap=overlap) as local:
+    with prsgd.LocalSGD(model, optimizer, schedule=prsgd.timed(0.8), overlap=overlap) as local:
         while local.round < 5:
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
-            time.sleep(0.02 / SPEEDS[rank])
+            time.sleep(STEP_SECONDS / SPEEDS[rank])
             optimizer.step()
     return local.step, [record.period for record in local.records], local.trace.spans()
 
@@ -412,7 +416,7 @@ def measured_rank(rank: int) -> tuple[list[int], tuple[float, ...] | None]:
         while local.round < 5:
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
-            time.sleep(0.02 / SPEEDS[rank])
+            time.sleep(STEP_SECONDS / SPEEDS[rank])
             optimizer.step()
     return [record.period for record in local.records], local.records[1].step_seconds
 
@@ -442,20 +446,20 @@ def test_pauses_do_not_count() -> None:
     """A round by the clock goes on after an evaluation where it was."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with prsgd.LocalSGD(model, optimizer, schedule=prsgd.timed(0.2)) as local:
+    with prsgd.LocalSGD(model, optimizer, schedule=prsgd.timed(1.0)) as local:
         for step in range(6):
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
             if step == 2:
                 with local.consensus():
-                    time.sleep(0.15)
+                    time.sleep(0.6)
                 with local.paused():
-                    time.sleep(0.15)
+                    time.sleep(0.6)
         assert local.round == 0
     pauses = [span.end - span.begin for span in local.trace.spans() if span.kind == "pause"]
     assert len(pauses) == 2
-    assert min(pauses) >= 0.15
+    assert min(pauses) >= 0.6
 
 
 def test_the_trace_is_a_ring() -> None:

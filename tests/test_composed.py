@@ -119,7 +119,7 @@ def every_case(rank: int) -> dict[str, Any]:
 
 
 def test_ranks_equal_the_fleet() -> None:
-    first, second = run_ranks(every_case, 2, timeout_seconds=110)
+    first, second = run_ranks(every_case, 2, timeout_seconds=250)
     for name in COMPOSED:
         for overlap in (0, 2):
             model, records = run(name, None, overlap)

@@ -64,7 +64,7 @@ def epochs_of(rank: int, schedule: Any, overlap: int) -> list[float]:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     found = []
-    with prsgd.LocalSGD(net, optimizer, schedule=schedule, overlap=overlap, timeout_seconds=20) as local:
+    with prsgd.LocalSGD(net, optimizer, schedule=schedule, overlap=overlap, timeout_seconds=60) as local:
         with local.consensus():
             pass
         for _ in range(3):
@@ -94,7 +94,7 @@ def two_runs(rank: int) -> list[Tensor]:
     nets = [model(), model()]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
     runs = [
-        prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), timeout_seconds=20)
+        prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), timeout_seconds=60)
         for net, optimizer in zip(nets, optimizers)
     ]
     with prsgd.together(*runs):

@@ -13,6 +13,8 @@ from prsgd.lab.pool import run_all
 from prsgd.lab.progress import Progress
 from prsgd.records import Evaluation
 
+pytestmark = pytest.mark.usefixtures("warm_launch")
+
 
 def progress(step: int) -> Progress:
     seen = Evaluation(epoch=step / 10, step=step, train_loss=2.3, test_loss=2.3, test_accuracy=0.1, seconds=1.0)
@@ -62,7 +64,6 @@ def double(number: int, tell: Callable[[Any], None], stopped: Callable[[], bool]
     return 2 * number
 
 
-@pytest.mark.timeout(100)
 def test_jobs_say_which_has_started() -> None:
     said: list[tuple[str, int]] = []
     run_all(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ranks import free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -19,12 +20,9 @@ def load(name: str) -> dict[str, Any]:
 
 
 def torchrun(processes: int, name: str) -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    command += ["--master-port", str(port), str(EXAMPLES / f"{name}.py")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    command += ["--master-port", str(free_port()), str(EXAMPLES / f"{name}.py")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

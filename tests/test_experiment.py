@@ -26,6 +26,8 @@ from prsgd.lab.run import run
 from prsgd.records import Summary
 from prsgd.tasks import digits
 
+pytestmark = pytest.mark.usefixtures("warm_launch")
+
 QUICK = Config(task="digits", workers=4, period=4, epochs=3).resolve()
 
 
@@ -143,7 +145,6 @@ def test_two_in_one_folder(tmp_path: Path) -> None:
         run(QUICK, tmp_path, observe=second)
 
 
-@pytest.mark.timeout(180)
 def test_two_processes_train_what_one_does_and_stop_and_continue(tmp_path: Path) -> None:
     alone = go(QUICK, tmp_path / "alone")
     config = dataclasses.replace(QUICK, processes=2)

@@ -206,7 +206,7 @@ def test_only_neighbours_speak_until_the_end() -> None:
 def rank_uneven(rank: int) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), averaging=prsgd.gossip("ring"), timeout_seconds=20):
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), averaging=prsgd.gossip("ring"), timeout_seconds=60):
         for step in range(4 if rank == 2 else 8):
             x, y = batch(rank, step)
             optimizer.zero_grad()

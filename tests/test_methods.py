@@ -27,6 +27,8 @@ from prsgd.report.read import read
 from prsgd.report.series import baseline, group
 from tests.test_report import make_run
 
+pytestmark = pytest.mark.usefixtures("warm_launch")
+
 ROOT = Path(__file__).parents[1]
 QUICK = ["--workers", "4", "--epochs", "1", "--batch-size", "32"]
 
@@ -116,10 +118,7 @@ def test_methods_without_an_all_reduce_in_two_processes(tmp_path: Path) -> None:
     for name in ("d-psgd", "top-k"):
         train_here(Config(method=name, workers=4, epochs=1, batch_size=32), tmp_path / name / "one")
         args = ["train", "--method", name, "--processes", "2", *QUICK, "--out", str(tmp_path / name / "two")]
-        done = subprocess.run(
-            [sys.executable, "-m", "prsgd", *args], capture_output=True, text=True, timeout=100, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        assert main(args) == 0
         one, two = read([tmp_path / name])
         assert [(a.round, a.step, a.bytes_sent) for a in one.averages] == [
             (a.round, a.step, a.bytes_sent) for a in two.averages

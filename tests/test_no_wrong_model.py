@@ -82,7 +82,7 @@ def answered(rank: int, name: str, looks: int) -> tuple[Tensor, int]:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
     averaging = copy.deepcopy(EVERY[name])
-    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), averaging=averaging, timeout_seconds=20) as local:
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), averaging=averaging, timeout_seconds=60) as local:
         for step in range(1 if rank == 0 else 7):
             step_of(net, optimizer, rank, step)
             for _ in range(looks if step == 4 else 0):
@@ -112,8 +112,8 @@ def last_one_is_lost(rank: int, name: str, overlap: int) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with prsgd.LocalSGD(
-            net, optimizer, schedule=prsgd.every(2), overlap=overlap, averaging=averaging, timeout_seconds=20,
-            done_timeout_seconds=20,
+            net, optimizer, schedule=prsgd.every(2), overlap=overlap, averaging=averaging, timeout_seconds=60,
+            done_timeout_seconds=60,
         ):  # fmt: skip
             for step in range(0 if rank == 0 else 5):
                 step_of(net, optimizer, rank, step)
@@ -227,7 +227,7 @@ def unseen(rank: int) -> str:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     try:
-        with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), timeout_seconds=20):
+        with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), timeout_seconds=60):
             for step in range(4):
                 x, y = batch(rank, step)
                 optimizer.zero_grad()
@@ -284,7 +284,7 @@ def edited_last(rank: int) -> Tensor:
     """Each worker changes its model in its own way after the last average."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), timeout_seconds=20):
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), timeout_seconds=60):
         for step in range(4):
             step_of(net, optimizer, rank, step)
         next(net.parameters()).data.fill_(float(rank))
@@ -332,7 +332,7 @@ def adversaries(rank: int, how: str) -> tuple[list[Tensor], list[int]]:
     pair = Pair()
     nets = [pair.critic, pair.generator]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-    limits: dict[str, Any] = {"timeout_seconds": 30.0, "done_timeout_seconds": 30.0}
+    limits: dict[str, Any] = {"timeout_seconds": 60.0, "done_timeout_seconds": 60.0}
     runs = [prsgd.LocalSGD(n, o, schedule=prsgd.every(k), **limits) for n, o, k in zip(nets, optimizers, (2, 3))]
 
     def train() -> None:
@@ -356,7 +356,7 @@ def adversaries(rank: int, how: str) -> tuple[list[Tensor], list[int]]:
 
 
 def test_two_runs_in_one_loop_end_together() -> None:
-    one, other = run_ranks(rank_all, 2, adversaries, [("together",), ("finish",)], timeout_seconds=100)
+    one, other = run_ranks(rank_all, 2, adversaries, [("together",), ("finish",)])
     for (mine, rounds), (theirs, same) in zip(one, other):
         assert rounds == same == [5, 3]
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
@@ -380,7 +380,7 @@ def walk_run() -> prsgd.LocalSGD:
 def one_after_the_other(rank: int) -> None:
     net, other = model(), model()
     optimizers = [torch.optim.SGD(n.parameters(), lr=0.1) for n in (net, other)]
-    limits: dict[str, Any] = {"timeout_seconds": 3.0, "done_timeout_seconds": 20.0}
+    limits: dict[str, Any] = {"timeout_seconds": 4.0, "done_timeout_seconds": 60.0}
     with (
         prsgd.LocalSGD(net, optimizers[0], schedule=prsgd.every(2), **limits),
         prsgd.LocalSGD(other, optimizers[1], schedule=prsgd.every(2), **limits),
@@ -659,7 +659,7 @@ def skipped_once(rank: int, skips: bool) -> int:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     averaging = prsgd.gossip("complete")
-    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), averaging=averaging, timeout_seconds=20) as local:
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), averaging=averaging, timeout_seconds=60) as local:
         for step in range(20):
             x, y = batch(rank, step)
             for _ in range(1 + (step == 1 and rank)):
@@ -683,7 +683,7 @@ def test_gossip_tells_of_a_skipped_step_at_the_next_average() -> None:
 def leaves(rank: int, averaging: Any) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), averaging=averaging, timeout_seconds=20):
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), averaging=averaging, timeout_seconds=60):
         for step in range(50):
             step_of(net, optimizer, rank, step)
             if rank == 1 and step == 4:
@@ -702,7 +702,7 @@ def test_a_lost_peer_is_told_of_with_round_and_worker(averaging: Any) -> None:
 def alone(rank: int) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4), timeout_seconds=20) as local:
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4), timeout_seconds=60) as local:
         for step in range(8):
             step_of(net, optimizer, rank, step)
             if rank == 0 and step == 5:

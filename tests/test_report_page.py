@@ -220,6 +220,7 @@ def page(browser: Browser, address: str) -> Iterator[Page]:
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: fetched.append(request.url))
+    page.set_default_timeout(120_000)
     page.goto(address)
     yield page
     page.close()

@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib import import_module
 
 import prsgd
-from prsgd.cli.parser import Parser
+from prsgd.cli.parser import LAB, Parser, fail_without_lab, need_lab
 
 COMMANDS = {
     "compare": "train one task with several methods or periods, and report side by side",
@@ -25,7 +25,9 @@ COMMANDS = {
     "verify": "the paper's lemmas and theorems, measured against their bounds",
     "data": "fetch, check and keep data sets",
 }
-"""Each is ``prsgd.cli.NAME`` with ``add(parser)`` and ``run(args, parser)``."""
+"""Each is ``prsgd.cli.NAME`` with ``add(parser)`` and ``run(args)``."""
+DRAWS = {"compare": None, "report": None, "timeline": None, "plan": "plot", "verify": "out"}
+"""Commands that need the lab extra: always, or where this option is given."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,8 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             import_module(f"prsgd.cli.{name}").add(command)
     try:
         args = parser.parse_args(arguments)
+        if args.command in DRAWS and ((option := DRAWS[args.command]) is None or vars(args)[option] is not None):
+            need_lab(args.command)
         code: int = import_module(f"prsgd.cli.{args.command}").run(args)
         sys.stdout.flush()
+    except ModuleNotFoundError as error:  # what only some data need
+        if error.name not in LAB:
+            raise
+        fail_without_lab(args.command, error.name)
     except BrokenPipeError:
         _drop_output()
         return 0  # whoever read our output has seen enough

@@ -1,18 +1,17 @@
-"""What people see while it runs: a table that lives in a terminal, plain lines elsewhere. All on stderr."""
+"""What people see while it runs: a table that lives in a terminal, plain lines elsewhere or without rich. On stderr."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-
 if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
+
     from prsgd.lab.progress import Progress
     from prsgd.records import Summary
 
@@ -26,12 +25,7 @@ class Display:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._cells: list[tuple[str, ...]] = [("waiting", "", "", "", "")] * len(names)
-        self._console = Console(stderr=True)
-        self._live = (
-            Live(console=self._console, get_renderable=self._table, refresh_per_second=4, transient=True)
-            if self._console.is_terminal
-            else None
-        )
+        self._live = _live(self._table)
         self._said = [0.0] * len(names)
 
     def __enter__(self) -> Display:
@@ -84,11 +78,13 @@ class Display:
     def say(self, line: str) -> None:
         """A line that stays."""
         if self._live is not None:
-            self._console.print(line, highlight=False, markup=False)
+            self._live.console.print(line, highlight=False, markup=False)
         else:
             print(line, file=sys.stderr, flush=True)
 
     def _table(self) -> Table:
+        from rich.table import Table
+
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("run", no_wrap=True, max_width=34)
         for title in ("epoch", "round", "train loss", "test acc.", "left"):
@@ -96,6 +92,19 @@ class Display:
         for name, cells in zip(self._names, self._cells):
             table.add_row(name, *cells)
         return table
+
+
+def _live(table: Callable[[], Table]) -> Live | None:
+    """What shows the table in a terminal; None where there is none, or no rich (the lab extra)."""
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ModuleNotFoundError:
+        return None
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return None
+    return Live(console=console, get_renderable=table, refresh_per_second=4, transient=True)
 
 
 def duration(seconds: float) -> str:

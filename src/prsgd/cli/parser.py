@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -82,6 +83,22 @@ def refusing(command: str) -> Iterator[None]:
         fail(command, str(error), code=2)
     except OSError as error:
         fail(command, f"{error.filename or 'file'}: {error.strerror or error}", code=2)
+
+
+LAB = {"rich": "rich", "jinja2": "jinja2", "matplotlib": "matplotlib", "PIL": "pillow"}
+"""What the extra of that name installs: as it is imported, and as it is called."""
+
+
+def need_lab(command: str) -> None:
+    """One line and exit 2 where the extra is not installed: before anything is trained, not when it is to be drawn."""
+    for module in LAB:
+        if find_spec(module) is None:
+            fail_without_lab(command, module)
+
+
+def fail_without_lab(command: str, module: str) -> NoReturn:
+    why = f"this command needs the lab extra: pip install 'prsgd[lab]' ({LAB[module]} is missing)"
+    fail(command, why, code=2)
 
 
 def fail(command: str, message: str, *, code: int) -> NoReturn:
