@@ -149,7 +149,14 @@ def started(*args: str, cwd: Path, until: str, **options: Any) -> Iterator[subpr
     """A command that runs on, once it has made a file like ``until``; ended in any case."""
     command = [sys.executable, "-m", "prsgd", *args]
     with subprocess.Popen(
-        command, cwd=cwd, env=environment(), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options
+        command,
+        cwd=cwd,
+        env=environment(),
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        **options,
     ) as process:
         try:
             limit = time.monotonic() + 120

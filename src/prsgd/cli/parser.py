@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -102,6 +103,12 @@ def fail_without_lab(command: str, module: str) -> NoReturn:
 
 
 def fail(command: str, message: str, *, code: int) -> NoReturn:
-    if job.is_first():  # under torchrun all say the same
-        print(f"prsgd {command}: error: {' '.join(message.split())}", file=sys.stderr)
+    if not job.is_first():
+        time.sleep(FIRST_SECONDS)
+    print(f"prsgd {command}: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)
+
+
+FIRST_SECONDS = 30.0
+"""Under torchrun all processes fail alike: the first says it, and its end ends the others. One that left before would
+end the first before that has said anything; one that is still here has an error of its own."""
