@@ -424,10 +424,10 @@ def rank_differs(rank: int, what: str) -> str:
         ("more", "worker 2 has parameter '2.weight' [2, 2] float32, worker 0 has optimizer_state 'keep'"),
         (
             "averaging",
-            "worker 2 has averaging mean(weights='steps', dtype=None), "
-            "worker 0 has averaging mean(weights='uniform', dtype=None)",
+            "worker 2 has averaging mean(weights='steps', wire=None), "
+            "worker 0 has averaging mean(weights='uniform', wire=None)",
         ),
-        ("overlap", "worker 2 has optimizer_state 'keep', overlap 1, sums in float32, worker 0 has"),
+        ("overlap", "worker 2 has optimizer_state 'keep', overlap 1, worker 0 has"),
     ],
 )
 def test_models_that_differ_are_named(what: str, said: str) -> None:

@@ -64,7 +64,7 @@ def enter(comm: Communicator, host: Host, lanes: Lanes, words: Sequence[str], *,
 
     ``words``: what else must be alike.
     """
-    alike = [*describe(host), *(line for lane in lanes for line in lane.snapshots.describe()), *words]
+    alike = [*describe(host), *words, *(line for lane in lanes for line in lane.snapshots.describe())]
     agree(comm, alike, host.rows.device)
     if fresh:
         start_from_worker_0(comm, host.modules)
