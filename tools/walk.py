@@ -1,5 +1,5 @@
-"""Which files of ours one blocking average passes through: from ``optimizer.step()``'s last hook to the collective, and
-back. Prints each file with how often control enters it from another, and the longest chain of files on the stack.
+"""Which files of ours one blocking average passes through: from the update of ``optimizer.step()`` to the collective,
+and back. Prints each file with how often control enters it from another, and the chain of calls to the collective.
 
     python tools/walk.py
 """
@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import prsgd
 
@@ -38,16 +39,22 @@ def rank() -> tuple[list[str], list[str], list[str], Counter[str]] | None:
             if caller != file:
                 seen.append((file, len(seen)))
 
+    steps = 0
+
+    def begin(*_: Any) -> None:
+        if steps == 8:  # an average as all others; the first ones make memory
+            sys.setprofile(watch)
+
+    optimizer.register_step_post_hook(begin)  # before those of LocalSGD
+    torch.manual_seed(dist.get_rank())
     with prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2)) as local:
-        for step in range(1, 9):
+        for steps in range(1, 9):  # noqa: B007 - a hook reads it
             optimizer.zero_grad()
             model(torch.randn(4, 8)).square().mean().backward()
             local.log(loss=0.5, samples=4)
-            if step == 8:  # an average as all others; the first ones make memory
-                sys.setprofile(watch)
             optimizer.step()
             sys.setprofile(None)
-    if prsgd.init().workers.start:
+    if dist.get_rank():
         return None
     there = list(dict.fromkeys(file for file, _ in seen[: launched[0]]))
     back = list(dict.fromkeys(file for file, _ in seen[launched[0] :]))
