@@ -33,15 +33,17 @@ def warmed() -> Any:
     context = multiprocessing.get_context("forkserver")
     ours = sorted(name for name in sys.modules if name.startswith("tests."))
     context.set_forkserver_preload(
-        ["torch._dynamo", "prsgd.comm.joining", "prsgd.lab.running", "prsgd.cli.train", *ours]
+        ["torch._dynamo", "prsgd.comm.joining", "prsgd.lab.processes", "prsgd.cli.train", *ours]
     )
     return context  # once the server runs, it stays as it is
 
 
 def free_port() -> int:
-    """Below the ports that the system gives away, or a connection of another test may take it before we do."""
+    """Below the ports that the system gives away, or a connection of another test may take it before we do; tests that
+    run side by side have ports of their own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 5
     number = 7 * os.getpid() + next(_count)
-    for port in (10_000 + (number + more) % 20_000 for more in range(20_000)):
+    for port in (10_000 + 4_000 * worker + (number + more) % 4_000 for more in range(4_000)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

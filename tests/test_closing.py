@@ -225,7 +225,8 @@ def rank_again(rank: int, kind: str) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("kind", ["fleet", "server", "never run", "in flight", "own"])
 def test_a_communicator_that_nobody_has_gives_back_what_it_held(kind: str) -> None:
     for counted in run_ranks(rank_again, 2, kind):
-        assert counted[-1] == counted[1], counted  # the first one may have made what stays
+        # The first one may have made what stays, and a thread may be about to end when it is counted.
+        assert all(last <= second for last, second in zip(counted[-1], counted[1])), counted
 
 
 def rank_shares(rank: int) -> list[float]:

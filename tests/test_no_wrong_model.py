@@ -562,11 +562,14 @@ def refusal(local: prsgd.LocalSGD, state: Any) -> str:
     return ""
 
 
+LISTS = ("workers", "to_land", "lanes", "paces", "accounts", "pages", "waits", "counts", "bad")
+
+
 def _places(state: Any, *before: Any) -> Any:
     """The keys that lead to each entry."""
     for key in state if isinstance(state, dict) else range(len(state)):
         yield (*before, key)
-        if isinstance(state[key], dict) or (isinstance(state[key], list) and key in ("workers", "to_land")):
+        if isinstance(state[key], dict) or (isinstance(state[key], list) and key in LISTS):
             yield from _places(state[key], *before, key)
 
 
