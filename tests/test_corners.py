@@ -184,3 +184,19 @@ def test_state_that_another_optimizer_keeps_is_not_left_out_in_silence(mode: str
     holder = Holder(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     with pytest.raises(ValueError, match=f'"{mode}" sees what Holder keeps itself, and not the state of'):
         prsgd.LocalSGD(net, holder, schedule=prsgd.every(2), optimizer_state=mode)
+
+
+def weighed_by_a_function(rank: int) -> Tensor:
+    """A function has another address in each process, which is no difference between the workers."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    averaging = prsgd.mean(lambda brought: 1.0 + brought.worker)
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), averaging=averaging, timeout_seconds=60):
+        for step in range(4):
+            step_of(net, optimizer, rank, step)
+    return flat(net)
+
+
+def test_parts_with_functions_are_alike_in_all_processes() -> None:
+    one, other = run_ranks(weighed_by_a_function, 2)
+    assert torch.equal(one, other)

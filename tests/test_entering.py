@@ -110,6 +110,8 @@ def rank_sharded(rank: int) -> dict[str, str]:
         prsgd.Fleet(two, 2)
     except ValueError as error:
         said["fleet"] = str(error)
+    two.requires_grad_(False)  # as under an adapter that trains alone
+    said["frozen"] = refusal(nn.Sequential(two, nn.Linear(3, 3).double()))
     return said
 
 
@@ -118,6 +120,7 @@ def test_sharded_models() -> None:
     shards = "sharded models are not averaged yet: give LocalSGD one that is whole in every process"
     for said in run_ranks(rank_sharded, 2):
         assert said["fsdp2"] == said["fleet"] == f"parameter '0.weight' is a shard (DTensor), and {shards}"
+        assert said["frozen"] == f"parameter '0.0.weight' is a shard (DTensor), and {shards}"
         assert said["fsdp1"] == f"model is in FullyShardedDataParallel, and {shards}"
         assert said["fsdp1 inside"] == f"model has its 'inner' in FullyShardedDataParallel, and {shards}"
 
