@@ -152,18 +152,19 @@ class Hooks:
         self._host.skip_waiting(roll.may_step)
         if _skipped(optimizer):
             return
-        began = False
+        taking = []
         for i in places:  # asked now: a hook of somebody else may drop the gradients
-            takes = not self._replaced[i] and roll.may_step(i) and self._host.takes_part(i)
+            takes = not (self._replaced[i] or roll.done[i] or roll.waits[i]) and self._host.takes_part(i)
             roll.takes_part[i] = takes
-            began |= takes and not self._in_step[i]
-        if began:
-            taking = [i for i in places if roll.takes_part[i] and not self._in_step[i]]
-            for i in taking:
+            if takes and not self._in_step[i]:
                 self._in_step[i] = True
+                taking.append(i)
+        if taking:
             self._clock.computed(taking)
-        if any(loop.average is not None for loop in self._loops):
-            self._land(places)
+        for loop in self._loops:
+            if loop.average is not None:
+                self._land(places)
+                break
 
     def _land(self, places: Sequence[int]) -> None:
         with self._guarded():
@@ -179,16 +180,20 @@ class Hooks:
             for i in places:
                 self._in_step[i] &= optimizer is not self._closers[i]
             return
-        updated = [i for i in places if self._roll.takes_part[i]]
+        updated, stepped, is_over = [], [], False
+        for i in places:
+            takes = self._roll.takes_part[i]
+            if takes:
+                updated.append(i)
+            if self._closers[i] is optimizer and (takes or self._replaced[i]):
+                self._in_step[i] = self._replaced[i] = False
+                is_over = True
+                if takes:
+                    stepped.append(i)
         for loop in self._loops:
             loop.touched(updated)
-        over = [i for i in places if optimizer is self._closers[i]]
-        stepped = [i for i in over if self._roll.takes_part[i]]
-        if not stepped and not any(self._replaced[i] for i in over):
+        if not is_over:
             return
-        for i in over:
-            if self._roll.takes_part[i] or self._replaced[i]:
-                self._in_step[i] = self._replaced[i] = False
         if self._skipped is not None:
             self._skipped.stepped()
         turns = [loop.after_update(stepped) for loop in self._loops]

@@ -74,7 +74,10 @@ class Loop:
         """After a step's update (Alg. 1 line 8, Alg. 2 line 6, Alg. 3 line 5): count it. Is it time to ``advance``?"""
         for i in places:
             self.paces[i].steps += 1
-        return any(pace.is_turn(self._clock(id)) for pace, id in zip(self.paces, self._roll.ids))
+        for pace, id in zip(self.paces, self._roll.ids):  # at most steps nobody has anything to do
+            if pace.is_turn(0.0 if pace.round is None or pace.round.seconds is None else self._clock(id)):
+                return True
+        return False
 
     def advance(self) -> None:
         """At a step boundary: open and close rounds, and launch an average whenever all hosted workers have closed."""
