@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -36,7 +37,7 @@ class Wire(Protocol):
         ...
 
 
-class UnderWay(Generic[T]):
+class UnderWay(ABC, Generic[T]):
     """What is common to work under way: its bytes, its limit, when it began and ended."""
 
     def __init__(self, comm: Wire, result: T, bytes_sent: int, *, server_bytes_sent: int = 0, hops: int = 0) -> None:
@@ -70,9 +71,9 @@ class UnderWay(Generic[T]):
             raise self._error
         return self._result
 
+    @abstractmethod
     def _finish(self, comm: Wire, limit: float) -> None:
         """Wait until it is over; raises what went wrong."""
-        raise NotImplementedError
 
     def _let_go(self) -> None:
         """It is over."""

@@ -10,12 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from prsgd._check import shown, whole_number
-from prsgd.records import Evaluation, Modelled, Record, Summary
-
-MOST = 2**63
-"""Of a whole number."""
-LARGEST = 1e100
-"""Of a number that is not infinite: sums and products of such numbers are floats still."""
+from prsgd.records import LARGEST, MOST, Evaluation, Modelled, Record, Summary
 
 
 def record(values: Mapping[str, Any]) -> Record:

@@ -17,9 +17,8 @@ from prsgd.clocks.trace import Span
 from prsgd.clocks.trace import read as read_trace
 from prsgd.lab.methods import METHODS, label
 from prsgd.lab.recipe import LR_DROPS
-from prsgd.records import Evaluation, Record, Summary
+from prsgd.records import LARGEST, MOST, Evaluation, Record, Summary
 from prsgd.report import checked
-from prsgd.report.checked import LARGEST, MOST
 
 
 @dataclass(frozen=True)
