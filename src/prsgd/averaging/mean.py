@@ -75,7 +75,7 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
             return summed(comm, snap, header, self.weigh(header))
         # In a consensus nothing lands, and the loop takes the exact mean: there is nothing to say.
         weights = [0.0] * len(snap) if header.sums.consensus else self.weigh(header)
-        header = replace(header, sums=header.sums._replace(weight=sum(weights)))
+        header = header.weighing(sum(weights))
         changes = [
             Change(i, comm.workers[i], memory["averages"], weight, lambda i=i: _change(memory, snap, i))  # type: ignore[misc]
             for i, weight in enumerate(weights)

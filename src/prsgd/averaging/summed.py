@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,16 +15,16 @@ from prsgd.comm.base import Communicator, Then, Work
 def summed(comm: Communicator, snap: Tensor, header: Header, weights: Sequence[float] | None = None) -> Work[Landing]:
     """The weighted mean of the snapshots, extras and header in one flat buffer; by default of those that count."""
     weights = [float(c) for c in header.counts] if weights is None else weights
-    header = replace(header, sums=header.sums._replace(weight=sum(weights)))
+    header = header.weighing(sum(weights))
     num_params, num_extras = snap.shape[1], header.extras.shape[1]
-    flat = header.flat
+    told, flat = header.tail(), header.flat
     if flat is None:  # called without the loop, which lends its own
-        tail_size = header.tail().numel()
-        flat = torch.empty(num_params + num_extras + tail_size, dtype=snap.dtype, device=snap.device)
+        flat = torch.empty(num_params + num_extras + told.numel(), dtype=snap.dtype, device=snap.device)
     row, extras, tail = flat.split([num_params, num_extras, flat.numel() - num_params - num_extras])
     weighted_sum(snap, weights, out=row)
-    weighted_sum(header.extras, weights, out=extras)
-    tail.copy_(header.tail())
+    if num_extras:
+        weighted_sum(header.extras, weights, out=extras)
+    tail.copy_(told)
     work = comm.all_reduce(flat)
 
     def landing(_: Tensor) -> Landing:
@@ -53,9 +52,10 @@ def weighted_sum(rows: Tensor, weights: Sequence[float], out: Tensor) -> None:
         torch.sum(rows, dim=0, dtype=out.dtype, out=out)
         return
     first = True
-    for row, weight in zip(rows, weights):
+    for i, weight in enumerate(weights):
         if not weight:
             continue
+        row = rows[i]
         if first:
             if row.data_ptr() != out.data_ptr():
                 out.copy_(row)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +69,9 @@ def assemble(
     timeout_seconds: float,
     done_timeout_seconds: float,
     on_record: Callable[[Record], None] | None,
-    guarded: Callable[[], AbstractContextManager[None]],
+    failed: Callable[[BaseException], None],
 ) -> Parts:
-    """As ``LocalSGD`` takes them; a ValueError names what cannot be. ``guarded`` is what hooks run in."""
+    """As ``LocalSGD`` takes them; a ValueError names what cannot be. ``failed`` is told of an error in a hook."""
     whole_number("overlap", overlap, at_least=0)
     if isinstance(schedule, type) or not isinstance(schedule, Schedule):
         raise ValueError(f"schedule must be a schedule such as every(8), got {schedule!r}")
@@ -102,7 +101,7 @@ def assemble(
     roll = Roll(workers)
     # A fleet's workers step together; a lone one that skips a step has fewer averages than its neighbours.
     skipped = SkippedSteps() if averaging.hears_neighbours_only and not host.lies_in_rows else None
-    hooks = Hooks(optimizers, host, roll, timekeeper, overlap=overlap, guarded=guarded, skipped=skipped)
+    hooks = Hooks(optimizers, host, roll, timekeeper, overlap=overlap, failed=failed, skipped=skipped)
     run = Run(
         comm=used,
         averaging=averaging,

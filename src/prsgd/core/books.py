@@ -119,8 +119,9 @@ class Books:
             (page.last if in_last_round else page.now).add(value, count)
             page.samples += count
 
-    def numbers(self, running: int) -> Sums:
-        """What travels of the last average: the hosted workers' drift, losses and samples; ``running`` have data."""
+    def numbers(self, running: int, **others: float) -> Sums:
+        """What travels of the last average: the hosted workers' drift, losses and samples, beside ``others``;
+        ``running`` have data."""
         tallies = [page.last for page in self.pages]
         return Sums(
             drift=self._drift,
@@ -129,6 +130,7 @@ class Books:
             losses=sum(int(tally.losses) for tally in tallies),
             saved=running * self.saves,
             samples=sum(tally.samples for tally in tallies),
+            **others,
         )
 
     def sent(self) -> None:

@@ -56,7 +56,8 @@ class Headers:
         running = len(answers) - sum(answers)
         mark, other_mark = _marks([total for total, count in zip(boarded.totals, counts) if count])
         header = Header(
-            sums=self.books.numbers(running)._replace(
+            sums=self.books.numbers(
+                running,
                 workers=sum(counts),
                 done=0 if look else sum(answers),
                 bad=sum(boarded.bad),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from prsgd.errors import UsageError
 from prsgd.replicas.host import Host
 from prsgd.replicas.optimizers import owners
 
+_steps = attrgetter("steps")
 _in_use: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that some LocalSGD hooks: two would average twice."""
 
@@ -65,11 +66,11 @@ class Hooks:
         clock: Timekeeper,
         *,
         overlap: int,
-        guarded: Callable[[], AbstractContextManager[None]],
+        failed: Callable[[BaseException], None],
         skipped: SkippedSteps | None = None,
     ) -> None:
         self.optimizers = optimizers
-        self._host, self._roll, self._clock, self._overlap, self._guarded = host, roll, clock, overlap, guarded
+        self._host, self._roll, self._clock, self._overlap, self._failed = host, roll, clock, overlap, failed
         self.require_free()
         self._owners = owners(optimizers, host.rows.workers)
         # With several optimizers a step is over when the last of those that own the worker has stepped.
@@ -131,13 +132,16 @@ class Hooks:
 
     def advance(self) -> None:
         """Between two steps, or when a worker was said to have run out of data."""
-        with self._guarded():
+        try:
             self._roll.call(self._host.stopped)
             for loop in self._loops:
                 loop.advance()
             self._roll.waits = [any(waits) for waits in zip(*(loop.waiting() for loop in self._loops))]
             waiting = (i for i, waits in enumerate(self._roll.waits) if waits and not self._roll.done[i])
             self._host.show_waiting({self._roll.ids[i] for i in waiting})
+        except BaseException as error:
+            self._failed(error)
+            raise
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Between a step's gradient and its update."""
@@ -149,8 +153,11 @@ class Hooks:
                 "backward() before optimizer.step()"
             )
         roll, places = self._roll, self._owners[optimizer]
-        self._host.skip_waiting(roll.may_step)
-        if _skipped(optimizer):
+        if True in roll.waits or True in roll.done:  # whatever gradients somebody gave them
+            for i in range(len(roll.ids)):
+                if not roll.may_step(i):
+                    self._host.skip(i)
+        if getattr(optimizer, "found_inf", None) is not None and _skipped(optimizer):
             return
         taking = []
         for i in places:  # asked now: a hook of somebody else may drop the gradients
@@ -167,16 +174,19 @@ class Hooks:
                 break
 
     def _land(self, places: Sequence[int]) -> None:
-        with self._guarded():
+        try:
             for loop in self._loops:
                 for i in loop.before_update([i for i in places if self._roll.takes_part[i]]):
                     self._replaced[i], self._roll.takes_part[i] = True, False
                     self._host.skip(i)
+        except BaseException as error:
+            self._failed(error)
+            raise
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """After a step's update: count it, close and launch (Alg. 2 and 3: the end of the inner loop)."""
         places = self._owners[optimizer]
-        if _skipped(optimizer):
+        if getattr(optimizer, "found_inf", None) is not None and _skipped(optimizer):
             for i in places:
                 self._in_step[i] &= optimizer is not self._closers[i]
             return
@@ -190,22 +200,21 @@ class Hooks:
                 is_over = True
                 if takes:
                     stepped.append(i)
+        is_turn = False
         for loop in self._loops:
-            loop.touched(updated)
+            is_turn |= loop.after_update(updated, stepped)
         if not is_over:
             return
         if self._skipped is not None:
             self._skipped.stepped()
-        turns = [loop.after_update(stepped) for loop in self._loops]
-        self._clock.stepped(max(pace.steps for pace in self._loops[0].paces))
-        if any(turns):
+        self._clock.stepped(max(map(_steps, self._loops[0].paces)))
+        if is_turn:
             self.advance()
 
     def _parameters(self) -> list[int]:
         return [id(p) for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
 
 
-def _skipped(optimizer: Optimizer) -> bool:
+def _skipped(optimizer: Any) -> bool:
     """Does GradScaler skip this step? It calls a fused optimizer's step() all the same, with ``found_inf`` set."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
+    return bool(optimizer.found_inf)

@@ -78,7 +78,7 @@ class LocalSGD:
         parts = assemble(
             model, optimizer, schedule=schedule, averaging=averaging, overlap=overlap, optimizer_state=optimizer_state,
             comm=comm, clock=clock, timeout_seconds=timeout_seconds, done_timeout_seconds=done_timeout_seconds,
-            on_record=on_record, guarded=self._guarded,
+            on_record=on_record, failed=self._failed,
         )  # fmt: skip
         self._parts, self._comm, self._clock, self._host = parts, parts.comm, parts.clock, parts.host
         self._roll, self._hooks, self._books, self._lanes = (
@@ -278,18 +278,21 @@ class LocalSGD:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """An error on the way abandons the run: what was half done must not be built on."""
         try:
             yield
         except BaseException as error:
-            others = any(run is not self and run._phase == "running" for run in _runs)
-            self.abandon()
-            if others and isinstance(error, AverageTimeout):
-                raise AverageTimeout(
-                    f"{error}; another LocalSGD runs in this process: runs that are trained in one loop end together, "
-                    "by `with prsgd.together(a, b):` or prsgd.finish(a, b), and their epochs by prsgd.epoch(a, b)"
-                ) from None
+            self._failed(error)
             raise
+
+    def _failed(self, error: BaseException) -> None:
+        """An error on the way abandons the run: what was half done must not be built on."""
+        others = any(run is not self and run._phase == "running" for run in _runs)
+        self.abandon()
+        if others and isinstance(error, AverageTimeout):
+            raise AverageTimeout(
+                f"{error}; another LocalSGD runs in this process: runs that are trained in one loop end together, "
+                "by `with prsgd.together(a, b):` or prsgd.finish(a, b), and their epochs by prsgd.epoch(a, b)"
+            ) from None
 
     def _require_running(self, call: str) -> None:
         if self._phase != "running":

@@ -65,19 +65,15 @@ class Loop:
                 replaced += [i] if bad else []
         return replaced
 
-    def touched(self, places: Sequence[int]) -> None:
-        """An optimizer has updated these."""
-        for i in places:
+    def after_update(self, updated: Sequence[int], stepped: Sequence[int]) -> bool:
+        """An optimizer has updated these. Those that have ``stepped`` with it, the last one of theirs, have one step
+        more behind them (Alg. 1 line 8, Alg. 2 line 6, Alg. 3 line 5). Is it time to ``advance``?"""
+        for i in updated:
             self._accounts[i].moved = True
-
-    def after_update(self, places: Sequence[int]) -> bool:
-        """After a step's update (Alg. 1 line 8, Alg. 2 line 6, Alg. 3 line 5): count it. Is it time to ``advance``?"""
-        for i in places:
+        for i in stepped:
             self.paces[i].steps += 1
-        for pace, id in zip(self.paces, self._roll.ids):  # at most steps nobody has anything to do
-            if pace.is_turn(0.0 if pace.round is None or pace.round.seconds is None else self._clock(id)):
-                return True
-        return False
+        # At most steps nobody has anything to do.
+        return any(pace.is_turn(self._clock, id) for pace, id in zip(self.paces, self._roll.ids))
 
     def advance(self) -> None:
         """At a step boundary: open and close rounds, and launch an average whenever all hosted workers have closed."""

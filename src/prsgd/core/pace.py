@@ -10,7 +10,7 @@ Rounds that end by the clock close when their time is up, and the average lands 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,9 +93,14 @@ class Pace:
             return self.overlap
         return None
 
-    def is_turn(self, seconds: float) -> bool:
-        """Is there anything to do between these two steps? Mostly not."""
-        return self.round is None or self.snap is not None or self.due(seconds) is not None
+    def is_turn(self, clock: Callable[[int], float], worker: int) -> bool:
+        """Is there anything to do between these two steps? Mostly not. Only rounds that end by the clock read it."""
+        round = self.round
+        if round is None or self.snap is not None:
+            return True
+        if round.seconds is not None:
+            return self.due(clock(worker)) is not None
+        return round.steps is not None and self.steps - self.opened_at >= round.steps - min(self.overlap, round.steps)
 
     def close(self, overlap: int) -> bool:
         """Take the snapshot. Is the next round to open at once? If time goes on; one of known length opens when the

@@ -7,7 +7,7 @@ with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class Snapshots:
         self.not_finite: dict[int, str | None] = {}
         """By hosted worker whose model was not finite: the buffer that was not, if it was one."""
         self._flat: Tensor | None = None
+        self._lone: tuple[Tensor, Tensor, Tensor] | None = None  # the parts of the flat buffer that a lone model fills
         self._store: Tensor | None = None
 
     def describe(self) -> list[str]:
@@ -72,8 +73,7 @@ class Snapshots:
         """Copy worker i's snapshot; with overlap its model moves on while the average travels."""
         row, extras, buffers = self._snapshots()[i].split(self._widths)
         self._sums[i] = self.rows.pack(i, row)
-        self.state.pack(i, extras)
-        self.buffers.pack(i, buffers)
+        self._pack_beside(i, extras, buffers)
 
     def board(self, *, as_they_are: bool = False) -> Boarded:
         """The snapshots of all hosted workers, or their models as they are now."""
@@ -85,7 +85,7 @@ class Snapshots:
             flat = self._new(self._flat_width) if self._overlap else self._flat_buffer()
             snap, extras, buffers = self._in_place(flat)
         totals = tuple(map(float, self._sums))
-        bad = tuple(not _finite(*parts) for parts in zip(totals, snap, extras, buffers))
+        bad = _not_finite(totals, snap, extras, buffers)
         for i in (i for i, is_bad in enumerate(bad) if is_bad):
             self.not_finite[i] = self.buffers.not_finite(i)
         return Boarded(snap, extras, buffers, flat, bad, totals)
@@ -100,19 +100,35 @@ class Snapshots:
 
     def _in_place(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Snapshots without copies: a fleet's rows as they lie, a lone model packed into its place in ``flat``."""
-        n = self._hosted
         if self.rows.matrix is None:
-            snap, extras = (part.unsqueeze(0) for part in flat[: sum(self._widths[:2])].split(self._widths[:2]))
-            self._sums[0] = self.rows.pack(0, snap[0])
-            buffers = torch.empty(n, self._widths[2], dtype=snap.dtype, device=snap.device)
-        else:
-            snap = self.rows.matrix
-            self._sums = list(snap.sum(dim=1, dtype=self.rows.dtype))
-            extras, buffers = self._new(n, sum(self._widths[1:])).split(self._widths[1:], dim=1)
-        for i in range(n):
-            self.state.pack(i, extras[i])
-            self.buffers.pack(i, buffers[i])
+            snap, extras, buffers = self._lone_parts(flat)
+            self._sums[0] = self.rows.pack(0, snap)
+            self._pack_beside(0, extras, buffers)
+            return snap.unsqueeze(0), extras.unsqueeze(0), buffers.unsqueeze(0)
+        snap = self.rows.matrix
+        self._sums = list(snap.sum(dim=1, dtype=self.rows.dtype))
+        extras, buffers = self._new(self._hosted, sum(self._widths[1:])).split(self._widths[1:], dim=1)
+        for i in range(self._hosted):
+            self._pack_beside(i, extras[i], buffers[i])
         return snap, extras, buffers
+
+    def _lone_parts(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where a lone model's parameters and optimizer state lie in ``flat``, and a place for its buffers."""
+        if flat is self._flat and self._lone is not None:
+            return self._lone
+        snap, extras = flat[: sum(self._widths[:2])].split(self._widths[:2])
+        lone = snap, extras, self._new(self._widths[2])
+        if flat is self._flat:
+            self._lone = lone
+            self.rows.lands_from(snap)
+        return lone
+
+    def _pack_beside(self, i: int, extras: Tensor, buffers: Tensor) -> None:
+        """What travels beside worker i's parameters."""
+        if self._widths[1]:
+            self.state.pack(i, extras)
+        if self._widths[2]:
+            self.buffers.pack(i, buffers)
 
     def state_dict(self, *, with_snapshots: bool) -> dict[str, Any]:
         state: dict[str, Any] = {"buffers": self.buffers.state_dict()}
@@ -152,9 +168,13 @@ class Snapshots:
             return torch.zeros(*shape, dtype=self.rows.dtype, device=self.rows.device)
 
 
-def _finite(total: float, row: Tensor, extras: Tensor, buffers: Tensor) -> bool:
-    """Are all numbers finite? The sum tells at once, unless it overflows."""
-    beside = [part for part in (extras, buffers) if part.numel()]
-    if math.isfinite(sum(float(part.sum()) for part in beside) + total):
-        return True
-    return all(bool(torch.isfinite(part).all()) for part in (row, *beside))
+def _not_finite(totals: Sequence[float], snap: Tensor, extras: Tensor, buffers: Tensor) -> tuple[bool, ...]:
+    """Per worker: is any of its numbers not finite? Sums tell at once, unless one overflows."""
+    sums = [totals, *(part.sum(dim=1).tolist() for part in (extras, buffers) if part.numel())]
+    suspects = [not math.isfinite(sum(of_worker)) for of_worker in zip(*sums)]
+    if not any(suspects):
+        return tuple(suspects)
+    parts = snap, extras, buffers
+    return tuple(
+        suspect and not all(bool(torch.isfinite(part[i]).all()) for part in parts) for i, suspect in enumerate(suspects)
+    )

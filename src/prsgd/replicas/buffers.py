@@ -76,9 +76,10 @@ class Buffers:
         """out <- worker i's means, variances about the centre, and changes of other floats: finite, or it is bad."""
         split = 2 * self._num_means
         if split:
-            torch.cat(self._statistics(i), out=out[:split] if self._others else out)
-            means, variances = out[: self._num_means], out[self._num_means : split]
-            variances.add_((means - self._adopted[: self._num_means]) ** 2)
+            both = out[:split] if self._others else out
+            torch.cat(self._statistics(i), out=both)
+            means, variances = both.split(self._num_means)
+            variances.add_((means - self._adopted[: self._num_means]).square_())
         if self._others:
             self._others.pack(i, out[split:], self._adopted[split:])
 
@@ -86,17 +87,19 @@ class Buffers:
         """What the hosted workers add to the sum: the integers of all, the packed ``rows`` of those that count."""
         if not self.sum_width:
             return rows.new_zeros(0)
-        batches = rows.new_zeros(self._num_workers, self._num_batches)
-        agreed = self._counted[: self._num_batches] if self._others else self._counted
-        for i, worker in enumerate(self._workers if self._num_batches else ()):
-            # Above what all last took over: small numbers, exact in float32.
-            batches[worker] = self._batches_of(i, rows.device) - agreed
+        parts = []
+        if self._num_batches:
+            batches = rows.new_zeros(self._num_workers, self._num_batches)
+            agreed = self._counted[: self._num_batches] if self._others else self._counted
+            for i, worker in enumerate(self._workers):
+                # Above what all last took over: small numbers, exact in float32.
+                batches[worker] = self._batches_of(i, rows.device) - agreed
+            parts.append(batches.view(-1))
         counted = rows[list(counts)] if not all(counts) else rows
-        stats = counted[0] if len(counted) == 1 else counted.sum(dim=0)
-        parts = [batches.view(-1), stats, rows.new_tensor([len(counted)])]
+        parts.append(counted[0] if counted.shape[0] == 1 else counted.sum(dim=0))
         if self._others:
-            parts.insert(2, self._others.integer_sums(self._counted[self._num_batches :], rows))
-        return torch.cat(parts)
+            parts.append(self._others.integer_sums(self._counted[self._num_batches :], rows))
+        return torch.cat([*parts, rows.new_full((1,), counted.shape[0])])
 
     def pooled(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """(statistics, integers) of all workers; where nobody counted, the statistics that all last took over."""
@@ -132,7 +135,7 @@ class Buffers:
             stats, batches = stats[:split], integers[: self._num_batches]
         if self._sizes:
             torch._foreach_copy_(self._statistics(i), torch.split_with_sizes(stats, self._sizes))
-        if not torch.equal(self._batches_of(i, batches.device), batches):
+        if self._num_batches and not torch.equal(self._batches_of(i, batches.device), batches):
             torch._foreach_copy_(_tensors(self._batches[i]), batches.unbind(0))
 
     def adopt(self, pooled: tuple[Tensor, Tensor]) -> None:

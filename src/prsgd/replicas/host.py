@@ -34,10 +34,6 @@ class Host(Protocol):
         """Let the optimizer pass over worker i: a zero gradient would still move momentum and weight decay."""
         ...
 
-    def skip_waiting(self, may_step: Callable[[int], bool]) -> None:
-        """The same for all that may not step, whatever gradients somebody gave them."""
-        ...
-
     def show_waiting(self, ids: Set[int]) -> None:
         """These wait for others of this process."""
         ...
@@ -81,11 +77,8 @@ class OwnModel(Host):
     def skip(self, i: int) -> None:
         self.rows.forget_gradient(i)
 
-    def skip_waiting(self, may_step: Callable[[int], bool]) -> None:
-        """A lone worker waits inside its step."""
-
     def show_waiting(self, ids: Set[int]) -> None:
-        """So there is nobody to show."""
+        """A lone worker waits inside its step, so there is nobody to show."""
 
     def check(self) -> None:
         self.rows.refresh()
@@ -121,12 +114,6 @@ class WholeFleet(Host):
 
     def skip(self, i: int) -> None:
         self.rows.forget_gradient(i)
-
-    def skip_waiting(self, may_step: Callable[[int], bool]) -> None:
-        if self._fleet.idle or self._fleet.stopped:
-            for i in range(len(self.modules)):
-                if not may_step(i):
-                    self.skip(i)
 
     def show_waiting(self, ids: Set[int]) -> None:
         self._fleet.idle = set(ids)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter, is_lazy
 
-CHUNK = 1 << 18
-"""Numbers handled at a time: 1 MB of float32 stays in a core's cache between the passes over it."""
+CHUNK = 1 << 19
+"""Numbers handled at a time: 2 MB of float32 stay in a core's cache between the passes over them."""
 
 NOT_AVERAGED_YET = "sharded models are not averaged yet: give LocalSGD one that is whole in every process"
 
@@ -57,11 +57,18 @@ class Rows:
         self.dtype, self.device = sum_dtype(first), first[0].device
         self._scratch: Tensor | None = None
         self._meta = [(p.shape, p.dtype, p.device) for p in first]
+        self._usual: Tensor | None = None
         if matrix is None:
             self._pointers = [p.data_ptr() for p in first]
             self._groups = [_groups(first, self.dtype)]
         else:
             self._groups = [_groups([row], self.dtype) for row in matrix]
+
+    def lands_from(self, row: Tensor) -> None:
+        """Averages mostly come down from ``row``: it is cut into the shapes of the parameters once."""
+        self._usual = row
+        for group in self._groups[0] if self.matrix is None else ():
+            group.keep_views(group.of(row))
 
     def part(self, names: Sequence[str]) -> Rows:
         """The parameters of these names alone; of a fleet, names that follow each other."""
@@ -89,6 +96,8 @@ class Rows:
                 raise ValueError(f"parameter {name!r} was {was} when training started and is {now}")
         self._pointers = [p.data_ptr() for p in named.values()]
         self._groups = [_groups(list(named.values()), self.dtype)]
+        if self._usual is not None:
+            self.lands_from(self._usual)
 
     def forget_gradient(self, i: int) -> None:
         """As if worker i had not been trained in this step."""
@@ -99,7 +108,7 @@ class Rows:
         """out <- x_i; returns its sum, which is finite unless a number is not (or the sum overflows)."""
         sums = []
         for group in self._groups[i]:
-            part = out[group.start : group.stop]
+            part = group.of(out)
             group.gather(part)
             sums.append(part.sum())
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
@@ -107,14 +116,14 @@ class Rows:
     def add(self, i: int, delta: Tensor) -> None:
         """x_i <- x_i + delta"""
         for group in self._groups[i]:
-            torch._foreach_add_(group.pieces, group.views(delta[group.start : group.stop]))
+            torch._foreach_add_(group.pieces, group.views(group.of(delta)))
 
     def equal(self, i: int, row: Tensor) -> bool:
         """Is x_i == row, to the last bit?"""
         for group in self._groups[i]:
             old = self._scratch_for(group)
             group.gather(old)
-            if not torch.equal(old, row[group.start : group.stop]):
+            if not torch.equal(old, group.of(row)):
                 return False
         return True
 
@@ -129,29 +138,36 @@ class Rows:
 
     def replace(self, i: int, row: Tensor) -> float:
         """x_i <- row; returns how far it moved, squared."""
-        squares: list[Tensor] = []
+        lengths = []
         for group in self._groups[i]:
-            old, new = self._scratch_for(group), row[group.start : group.stop]
-            squares.append(torch.linalg.vector_norm(group.subtract(new, out=old)))
+            new = group.of(row)
+            lengths.append(torch.linalg.vector_norm(group.subtract(new, out=self._scratch_for(group))))
             torch._foreach_copy_(group.pieces, group.views(new))
-        return float(torch.stack(squares).double().square().sum())
+        return _squared(lengths)
 
     def _scratch_for(self, group: _Group) -> Tensor:
         size = group.stop - group.start
-        if self._scratch is None or len(self._scratch) < size:
+        if self._scratch is None or self._scratch.numel() < size:
             with torch.inference_mode(False):
                 self._scratch = torch.empty(size, dtype=self.dtype, device=self.device)
-        return self._scratch[:size]
+        return self._scratch if self._scratch.numel() == size else self._scratch[:size]
 
 
 def subtract_from(target: Tensor, row: Tensor) -> float:
     """row <- target - row; returns its squared length."""
-    squares = []
+    lengths = []
     for start in range(0, row.numel(), CHUNK):
         part = row[start : start + CHUNK]
         torch.sub(target[start : start + CHUNK], part, out=part)
-        squares.append(torch.linalg.vector_norm(part))
-    return float(torch.stack(squares).double().square().sum())
+        lengths.append(torch.linalg.vector_norm(part))
+    return _squared(lengths)
+
+
+def _squared(lengths: Sequence[Tensor]) -> float:
+    """The squared length of a vector whose parts are so long. Nobody waits for a device before the last one."""
+    if len(lengths) == 1:
+        return (length := float(lengths[0])) * length
+    return float(torch.stack(list(lengths)).double().square().sum())
 
 
 class _Group:
@@ -162,6 +178,11 @@ class _Group:
         self.start, self.stop = start, start + sum(self._sizes)
         self._flat = all(p.dim() == 1 for p in pieces)
         self._one_dtype = all(p.dtype == dtype for p in pieces)
+        self._kept: tuple[int, tuple[Tensor, ...]] = (0, ())
+
+    def of(self, row: Tensor) -> Tensor:
+        """Its part of a row."""
+        return row if self.start == 0 and self.stop == row.numel() else row[self.start : self.stop]
 
     def gather(self, out: Tensor) -> None:
         """out <- the pieces"""
@@ -177,10 +198,16 @@ class _Group:
         self.gather(out)
         return out.sub_(part)
 
-    def views(self, part: Tensor) -> list[Tensor]:
+    def keep_views(self, part: Tensor) -> None:
+        """Have the views of this part at hand; a view for each of many small pieces takes as long as copying them."""
+        self._kept = part.data_ptr(), self.views(part)
+
+    def views(self, part: Tensor) -> tuple[Tensor, ...]:
         """A part of a row, seen as the pieces."""
-        views = torch.split_with_sizes(part, self._sizes)
-        return list(views) if self._flat else [v.view(p.shape) for v, p in zip(views, self.pieces)]
+        if part.data_ptr() == self._kept[0]:
+            return self._kept[1]
+        views: tuple[Tensor, ...] = torch.split_with_sizes(part, self._sizes)
+        return views if self._flat else tuple(v.view(p.shape) for v, p in zip(views, self.pieces))
 
 
 def _groups(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[_Group]:
