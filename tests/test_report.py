@@ -6,14 +6,14 @@ import csv
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prsgd.records import Evaluation, Record, Summary
-from prsgd.report import checked, page
+from prsgd.report import page
 from prsgd.report.chart import Chart
 from prsgd.report.figures import FIGURES
 from prsgd.report.figures.base import applying
@@ -169,27 +169,18 @@ def test_a_bad_file_is_named(tmp_path: Path, name: str, content: str, message: s
         read([tmp_path])
 
 
-@pytest.mark.parametrize(
-    ("kind", "checks"),
-    [(Record, checked.RECORD), (Evaluation, checked.EVALUATION), (Summary, checked.SUMMARY)],
-    ids=["record", "evaluation", "summary"],
-)
-def test_every_field_is_checked(kind: type, checks: dict[str, checked.Check]) -> None:
-    assert list(checks) == [field.name for field in fields(kind)]
-    wrong: list[Any] = [{}, True, 10**400]
-    for name, check in checks.items():
-        for value in wrong:
-            with pytest.raises(ValueError, match=f"^{name} must "):
-                check(name, value)
-
-
-def test_a_record_comes_back_as_it_was() -> None:
-    parts = ("computing", "waiting", "communicating", "hidden")
-    modelled = {"seconds": 2.0} | {part: [0.5, 1.0] for part in parts}
-    line = average_line(step_seconds=[0.1, 0.2], modelled=modelled, drift=math.inf)
-    found = checked.record(json.loads(json.dumps(line)))
-    assert found == Record.from_dict({name: value for name, value in line.items() if name != "kind"})
-    assert found.step_seconds == (0.1, 0.2)
+def test_what_a_newer_version_wrote_is_left_out_and_what_is_missing_is_named(tmp_path: Path) -> None:
+    """Also where a field has a default: the report shows what was written, and supposes nothing."""
+    records = make_run(tmp_path / "a") / "records.jsonl"
+    whole = read([tmp_path])
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    records.write_text("".join(json.dumps({**line, "of_tomorrow": [1]}) + "\n" for line in lines))
+    assert read([tmp_path]) == whole
+    for line in lines:
+        line.pop("hops", None)
+    records.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"records.jsonl, line \d+: hops must be a whole number >= 0, got None"):
+        read([tmp_path])
 
 
 # Groups and curves

@@ -1,18 +1,18 @@
-"""What is written down of a run: a record for each average, evaluations, how it ended. Needs no torch."""
+"""What is written down of a run: a record for each average, evaluations, how it ended. Needs no torch.
+
+A field's annotation is all that readers of a file need to check it by (``_fields``).
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
-from prsgd._check import shown, whole_number, within
-
-MOST = 2**63
-"""Of a whole number that is read back."""
-LARGEST = 1e100
-"""Of a finite number that is read back: sums and products of such numbers are floats still."""
+from prsgd._check import shown
+from prsgd._fields import Counted, Finite, restored
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,18 @@ class Modelled:
         """Back from ``dataclasses.asdict``, or from JSON."""
         seconds, *parts = (values[field.name] for field in fields(cls))
         return cls(float(seconds), *(tuple(map(float, part)) for part in parts))
+
+
+def _modelled(name: str, value: Any, largest: float) -> Modelled:
+    """Checked as a whole: which of its numbers is wrong says less than what it should be."""
+    try:
+        found = Modelled.from_dict(value)
+        times = (found.seconds, *found.computing, *found.waiting, *found.communicating, *found.hidden)
+        if not all(abs(time) <= largest for time in times):
+            raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must have seconds and one number per worker, got {shown(value)}") from None
+    return found
 
 
 @dataclass(frozen=True)
@@ -60,13 +72,13 @@ class Record:
     """Per worker."""
     server_bytes_sent: int
     """By the parameter server, where there is one."""
-    wait_seconds: float
+    wait_seconds: Finite
     """Blocked, waiting for the others and the transfer."""
-    copy_seconds: float
+    copy_seconds: Finite
     """Copying, checking and writing models."""
-    flight_seconds: float
+    flight_seconds: Finite
     """From launch to arrival."""
-    lr: float
+    lr: Finite
     """Of the first parameter group, when it landed."""
     drift: float | None
     """Mean over the workers of the squared distance of their snapshot from the mean of all; None if unknown: where
@@ -79,18 +91,16 @@ class Record:
     """Mean seconds of a step, by worker id, as known one average later; None unless the schedule asks for it."""
     hops: int = 0
     """Messages one after another that it took; 0: as many as a sum takes."""
-    modelled: Modelled | None = None
+    modelled: Annotated[Modelled, _modelled] | None = None
     """With a ``prsgd.cluster.ClusterClock``."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
-        """Back from ``dataclasses.asdict``."""
-        found = dict(values)
-        if found.get("step_seconds") is not None:
-            found["step_seconds"] = tuple(found["step_seconds"])
-        if found.get("modelled") is not None:
-            found["modelled"] = Modelled.from_dict(found["modelled"])
-        return cls(**found)
+        """Back from ``dataclasses.asdict``; a ValueError names a field that cannot be what it is.
+
+        The model is the user's own, so its loss and drift may be any number that a float can be.
+        """
+        return restored(cls, values, largest=sys.float_info.max)
 
 
 @dataclass
@@ -119,17 +129,22 @@ class Totals:
 class Evaluation:
     """The consensus of all workers, looked at between two epochs."""
 
-    epoch: float
+    epoch: Finite
     step: int
     """Of each worker; where workers differ, the step at which this epoch would end if they did not."""
     train_loss: float
     """Of up to 5,000 training samples as they are, without augmentation."""
     test_loss: float
-    test_accuracy: float | None
-    seconds: float
+    test_accuracy: Finite | None
+    seconds: Finite
     """Of training so far, evaluations left out."""
-    modelled_seconds: float | None = None
+    modelled_seconds: Finite | None = None
     """The same on a modelled cluster."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
+        """Back from ``dataclasses.asdict``, as of a record."""
+        return restored(cls, values, largest=sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -139,42 +154,25 @@ class Summary:
     label: str
     train_loss: float
     test_loss: float
-    test_accuracy: float | None
-    best_test_accuracy: float | None
-    epochs: float
+    test_accuracy: Finite | None
+    best_test_accuracy: Finite | None
+    epochs: Counted
     steps: int
     rounds: int
     bytes_sent: int
     """Per worker."""
     mean_drift: float | None
-    seconds: float
+    seconds: Counted
     """Of training, on this machine."""
     samples: int
     weights_sha256: str
     """Of the final model: two runs with the same one are the same to the last bit."""
     first_train_loss: float = math.inf
     """Before the first step."""
-    modelled_seconds: float | None = None
+    modelled_seconds: Counted | None = None
     """Of training, on a modelled cluster."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Summary:
-        """Back from JSON, which others may have written: a TypeError or a ValueError names what cannot be.
-
-        The seconds and epochs are finite, since they are counted; a loss may be anything that a float can be.
-        """
-        found = cls(**values)
-        for field in fields(cls):
-            name, kind, value = field.name, str(field.type), getattr(found, field.name)
-            if value is None and "None" in kind:
-                continue
-            if "int" in kind:
-                whole_number(name, value, at_least=0, at_most=MOST)
-            elif "str" in kind:
-                if not isinstance(value, str):
-                    raise ValueError(f"{name} must be a text, got {shown(value)}")
-            elif name.endswith("seconds") or name == "epochs":
-                within(name, value, 0.0, LARGEST)
-            elif isinstance(value, bool) or not isinstance(value, int | float) or LARGEST < abs(value) < math.inf:
-                raise ValueError(f"{name} must be a number, got {shown(value)}")
-        return found
+        """Back from JSON, which others may have written: a TypeError or a ValueError names what cannot be."""
+        return restored(cls, values)

@@ -236,10 +236,17 @@ class Books:
         self.round, self._drift, self._drifts = state["round"], state["drift"], state["drifts"]
         self._logs_first, self._alike = state["logs_first"], state["alike"]
         self._own = Sums(*state["own"])
-        self._incomplete = None if state["incomplete"] is None else Record.from_dict(state["incomplete"])
-        self._deferred = [(Record.from_dict(record), Sums(*own)) for record, own in state["deferred"]]
-        self.records = deque([] if state["last"] is None else [Record.from_dict(state["last"])], KEPT)
+        self._incomplete = None if state["incomplete"] is None else _record(state["incomplete"])
+        self._deferred = [(_record(record), Sums(*own)) for record, own in state["deferred"]]
+        self.records = deque([] if state["last"] is None else [_record(state["last"])], KEPT)
         self.totals = Totals(**state["totals"])
+
+
+def _record(values: Mapping[str, Any]) -> Record:
+    try:
+        return Record.from_dict(values)
+    except ValueError as error:  # names the field, and not whose it is
+        raise ValueError(f"the state is damaged: in a record, {error}") from None
 
 
 def _per_worker(name: str, value: Any, n: int) -> list[Any]:

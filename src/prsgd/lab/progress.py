@@ -61,7 +61,7 @@ class Tally:
         """Back from a checkpoint's values, among which others may be."""
         found = {name: values[name] for name in (f.name for f in fields(cls))}
         seen = found.pop("evaluation")
-        return cls(**found, evaluation=None if seen is None else Evaluation(**seen))
+        return cls(**found, evaluation=None if seen is None else Evaluation.from_dict(seen))
 
     def add(self, record: Record) -> None:
         """Count one more average."""

@@ -1,6 +1,6 @@
 """From the numbers in run folders to tables, figures and one page that explains them.
 
-    read (folders -> runs; checked: every field) -> series (runs -> groups, rows)
+    read (folders -> runs, every field checked) -> series (runs -> groups, rows)
     -> curves, places, times (groups -> what figures show) -> figures/ (one file each) -> page
     -> table, verdict, about (groups -> text)                                          -> page
 

@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prsgd import _json, files
 from prsgd._check import shown
+from prsgd._fields import LARGEST, MOST, checks_of, restored
 from prsgd.clocks.trace import Span
 from prsgd.clocks.trace import read as read_trace
 from prsgd.lab.methods import METHODS, label
 from prsgd.lab.recipe import LR_DROPS
-from prsgd.records import LARGEST, MOST, Evaluation, Record, Summary
-from prsgd.report import checked
+from prsgd.records import Evaluation, Record, Summary
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -202,9 +204,15 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _summary(path: Path, values: dict[str, Any]) -> Summary:
     try:
-        return checked.summary(values)
+        return _checked(Summary, values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _checked(kind: type[T], values: dict[str, Any]) -> T:
+    """What is missing counts as null, which most fields refuse; what we do not know is left out: a newer version of
+    prsgd may have written it."""
+    return restored(kind, {name: values.get(name) for name in checks_of(kind)})
 
 
 def _counts(path: Path, split: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
@@ -238,8 +246,8 @@ def _add(text: bytes, averages: list[Record], evaluations: list[Evaluation]) -> 
     line = _json.parse(text)
     kind = line.get("kind") if isinstance(line, dict) else None
     if kind == "average":
-        averages.append(checked.record(line))
+        averages.append(_checked(Record, line))
     elif kind == "evaluation":
-        evaluations.append(checked.evaluation(line))
+        evaluations.append(_checked(Evaluation, line))
     else:
         raise ValueError(f"kind must be 'average' or 'evaluation', got {kind!r}")
