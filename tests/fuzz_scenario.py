@@ -18,9 +18,14 @@ alone; infinities in the parameters before the update."""
 _NAMES: dict[str, Any] = {"bfloat16": torch.bfloat16, "float16": torch.float16} | {
     name: getattr(prsgd, name)
     for name in (
-        "every", "per_worker", "growing", "once", "mean", "outer", "easgd", "gossip", "quantized", "sparse"
+        "every", "per_worker", "growing", "once", "post_local", "quadratic",
+        "mean", "outer", "easgd", "gossip", "quantized", "sparse",
     )
 }  # fmt: skip
+
+
+CLAMPING = ("growing", "post_local", "quadratic")
+"""Schedules that lower the overlap to the length of a round."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +68,16 @@ class Scenario:
         """Do workers count by their steps or samples?"""
         return "steps" in self.averaging or "samples" in self.averaging
 
+    @property
+    def lr(self) -> float:
+        """What the first optimizer begins with."""
+        return 0.02 if self.optimizer == "adam" else 0.2
+
     def closings(self, worker: int, overlap: int) -> list[int]:
         """The worker's steps after which its rounds close, if it takes every step."""
         found, opened = [], 0
         for round in range(1, 40):
-            now = Now(worker=worker, num_workers=self.num_workers, round=round, step=opened, lr=0.1, last=None)
+            now = Now(worker=worker, num_workers=self.num_workers, round=round, step=opened, lr=self.lr, last=None)
             steps = made(self.schedule).open(now).steps
             if steps is None:
                 break
@@ -106,7 +116,7 @@ def draw(seed: int) -> Scenario:
     averaging = _averaging(dice, num_workers)
     gossips = averaging.startswith("gossip")
     schedule, smallest = _schedule(dice, num_workers, same=gossips)
-    overlap = dice.choice([d for d in (0, 0, 1, 2) if d <= smallest or schedule.startswith("growing")])
+    overlap = dice.choice([d for d in (0, 0, 1, 2) if d <= smallest or schedule.startswith(CLAMPING)])
     if gossips or dice.random() < 0.35:
         batches = (dice.randint(0 if dice.random() < 0.1 else 2, 9),) * num_workers
     else:
@@ -151,7 +161,7 @@ def draw(seed: int) -> Scenario:
     if (
         not found.skips
         and not found.nans
-        and schedule.startswith(("every", "once"))
+        and schedule.startswith(("every", "once", "post_local"))
         and (dice.random() < (0.7 if "by_inner_lr" in averaging else 0.2))
     ):
         found = replace(found, warmup=dice.choice([2, 5]))
@@ -189,13 +199,18 @@ def _averaging(dice: random.Random, num_workers: int) -> str:
 
 def _schedule(dice: random.Random, num_workers: int, *, same: bool) -> tuple[str, int]:
     """A schedule, and its shortest round."""
-    kind = dice.choices(["every", "per_worker", "growing", "once"], [10, 0 if same else 4, 2, 1])[0]
+    weights = {"every": 10, "per_worker": 0 if same else 4, "growing": 2, "once": 1, "post_local": 2, "quadratic": 1}
+    kind = dice.choices(list(weights), list(weights.values()))[0]
     if kind == "every":
         period = dice.randint(1, 4)
         return f"every({period})", period
     if kind == "per_worker":
         periods = [dice.randint(1, 4) for _ in range(num_workers)]
         return f"per_worker({periods})", min(periods)
+    if kind == "post_local":
+        return f"post_local({dice.randint(1, 4)}, {dice.randint(2, 4)})", 1
+    if kind == "quadratic":
+        return "quadratic(0.04, 2)", 2  # rounds of 2 steps, and of 4 at adam's lr
     return ("growing(lr_cap=0.1)", 1) if kind == "growing" else ("once()", 2)
 
 

@@ -44,6 +44,8 @@ def test_overlap(overlap: Any) -> None:
         (prsgd.per_worker([3]), "overlap must be at most the smallest period 3, got 5"),
         (prsgd.per_worker([8, 8]), "periods must have one entry per worker: 1 workers, got 2"),
         (prsgd.growing(), None),
+        (prsgd.post_local(3, 2), None),
+        (prsgd.quadratic(0.1, 2), None),
         (prsgd.once(), None),
     ],
 )

@@ -81,6 +81,9 @@ def test_epochs_leave_all_workers_at_the_same_point() -> None:
     cases = [
         (prsgd.growing(lr_scale=0.05), 0),
         (prsgd.growing(lr_scale=0.05), 1),
+        (prsgd.post_local(5, 3), 0),
+        (prsgd.post_local(5, 3), 1),
+        (prsgd.quadratic(0.2, 1), 1),
         (prsgd.per_worker([2, 3]), 1),
         (prsgd.per_worker([3, 7]), 2),
         (prsgd.every(1), 1),

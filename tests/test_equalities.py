@@ -123,6 +123,10 @@ CASES: dict[str, dict[str, Any]] = {
     "every 3, overlap 3": {"schedule": prsgd.every(3), "overlap": 3},
     "growing": {"schedule": prsgd.growing(lr_scale=0.05)},
     "growing, overlap 2": {"schedule": prsgd.growing(lr_scale=0.05), "overlap": 2},
+    "post-local": {"schedule": prsgd.post_local(5, 3)},
+    "post-local, overlap 2": {"schedule": prsgd.post_local(5, 3), "overlap": 2},
+    "quadratic": {"schedule": prsgd.quadratic(0.4, 1)},
+    "quadratic, overlap 1": {"schedule": prsgd.quadratic(0.4, 1), "overlap": 1},
     "momentum averaged": {"schedule": prsgd.every(4), "optimizer_state": "average"},
     "momentum reset, by steps": {
         "schedule": prsgd.every(4),

@@ -91,6 +91,8 @@ CASES = [
     {"overlap": 1, "method": "pr-sgd-momentum"},
     {"overlap": 3, "split": "dirichlet:0.3"},
     {"method": "pr-sgd-growing", "period": None, "split": "pool"},
+    {"method": "post-local", "switch": 50, "overlap": 1},
+    {"method": "qsr"},
     {"method": "one-shot", "period": None, "model": "cnn"},
     {"task": "synthetic", "model": "wells", "momentum": 0.5},
 ]

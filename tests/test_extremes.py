@@ -452,7 +452,7 @@ def test_a_summary_of_losses_that_are_no_numbers_is_told(place: Path, capsys: py
     ("key", "value"),
     [
         *((key, 10**400) for key in ("workers", "seed", "period", "overlap", "epochs", "steps", "batch_size")),
-        *((key, value) for key in ("lr", "momentum", "seconds") for value in (10**400, "x", True)),
+        *((key, value) for key in ("lr", "momentum", "seconds", "switch") for value in (10**400, "x", True)),
         *((key, 0) for key in ("workers", "period", "epochs", "batch_size")),
         ("workers", -4),
     ],

@@ -60,6 +60,7 @@ def test_methods_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     for name, method in METHODS.items():
         assert f"{name}  ({method.reference})" in text
     assert "spectral gap 0.195 with 8 workers" in text
+    assert "post_local(500, 8) + mean()\n    in a run of 1,000 steps\n" in text
     assert main(["methods", "d-psgd", "--workers", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["d-psgd"]["overlap"] == 1
     for args in (["methods", "d-psg"], ["methods", "d-psgd", "--workers", "1"]):
@@ -113,9 +114,9 @@ def test_seconds_on_another_cluster_are_those_of_its_clock(name: str, tmp_path: 
         assert seconds_on(times[made], asked) == pytest.approx(last.modelled_seconds, rel=1e-6)
 
 
-def test_methods_without_an_all_reduce_in_two_processes(tmp_path: Path) -> None:
+def test_methods_without_an_all_reduce_or_with_rounds_that_change_in_two_processes(tmp_path: Path) -> None:
     """As in one: the same loss, the same bytes."""
-    for name in ("d-psgd", "top-k"):
+    for name in ("d-psgd", "top-k", "post-local", "qsr"):
         train_here(Config(method=name, workers=4, epochs=1, batch_size=32), tmp_path / name / "one")
         args = ["train", "--method", name, "--processes", "2", *QUICK, "--out", str(tmp_path / name / "two")]
         assert main(args) == 0

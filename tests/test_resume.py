@@ -23,6 +23,9 @@ CASES: list[dict[str, Any]] = [
     {"schedule": prsgd.per_worker([5, 2]), "overlap": 2},
     {"schedule": prsgd.every(4), "optimizer_state": "average", "overlap": 1},
     {"schedule": prsgd.once()},
+    {"schedule": prsgd.post_local(5, 3)},
+    {"schedule": prsgd.post_local(5, 3), "overlap": 2},
+    {"schedule": prsgd.quadratic(0.4, 1), "overlap": 1},
 ]
 
 

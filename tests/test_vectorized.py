@@ -20,6 +20,7 @@ SCHEDULES: list[dict[str, Any]] = [
     {"schedule": prsgd.growing(lr_scale=0.05)},
     {"schedule": prsgd.per_worker([5, 1, 3, 2]), "overlap": 1},
     {"schedule": prsgd.once()},
+    {"schedule": prsgd.post_local(4, 3), "overlap": 1},
 ]
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from prsgd.records import Record
     from prsgd.replicas.fleet import Fleet
     from prsgd.schedules.base import Now, Round, Schedule
+    from prsgd.schedules.changing import post_local, quadratic
     from prsgd.schedules.fixed import every, once, per_worker
     from prsgd.schedules.growing import growing
     from prsgd.schedules.speed import measured, timed
@@ -85,7 +86,9 @@ _HOME = {
     "once": "schedules.fixed",
     "outer": "averaging.outer",
     "per_worker": "schedules.fixed",
+    "post_local": "schedules.changing",
     "probe": "theory.probe",
+    "quadratic": "schedules.changing",
     "quantized": "averaging.wires.quantized",
     "sparse": "averaging.wires.sparse",
     "timed": "schedules.speed",
@@ -133,7 +136,9 @@ __all__ = [
     "once",
     "outer",
     "per_worker",
+    "post_local",
     "probe",
+    "quadratic",
     "quantized",
     "sparse",
     "timed",

@@ -15,6 +15,10 @@ MOST_WORKERS = 1000
 """A spectral gap takes the eigenvalues of a matrix of all pairs."""
 
 
+NUM_STEPS = 1000
+"""Of the run that the parts are shown for."""
+
+
 def add(parser: Parser) -> None:
     parser.add_argument("name", nargs="*", metavar="NAME", help="these (all)")
     parser.add_argument(
@@ -43,8 +47,8 @@ def _row(method: Method, workers: int) -> dict[str, Any]:
     from prsgd.averaging.gossip import gossip
 
     whole_number("workers", workers, at_least=1, at_most=MOST_WORKERS)
-    parts = method.build(Settings(period=method.period or 1))
-    notes = []
+    parts = method.build(Settings(period=method.period or 1, num_steps=NUM_STEPS))
+    notes = [f"in a run of {NUM_STEPS:,} steps"] if method.switches else []
     if isinstance(parts.averaging, gossip):
         gap = parts.averaging.spectral_gap(workers)
         notes.append(f"spectral gap {gap:.3f} with {workers} workers: 1 is the exact mean, near 0 mixes slowly")

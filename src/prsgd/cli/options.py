@@ -12,7 +12,7 @@ from typing import Any
 
 from prsgd import _toml
 from prsgd._check import shown
-from prsgd.cli.parser import Parser, path
+from prsgd.cli.parser import Parser, number, path
 from prsgd.lab.methods import METHODS
 from prsgd.tasks import MODULES
 
@@ -55,6 +55,7 @@ class Option:
 
 _METHODS = f"{', '.join(METHODS)} (pr-sgd); prsgd methods tells what they are"
 _OVERLAPS = "; ".join(["0", *(f"{name} {method.overlap}" for name, method in METHODS.items() if method.overlap)])
+_SWITCHING = " or ".join(name for name, method in METHODS.items() if method.switches)
 _BY_CLOCK = " or ".join(name for name, method in METHODS.items() if method.by_clock)
 
 OPTIONS = (
@@ -73,6 +74,7 @@ OPTIONS = (
         help_in_comparison="local steps between two averages (1 4 8 16 32; beside other methods each one's own)",
     ),
     Option("overlap", HOW, f"steps that hide an average's transfer ({_OVERLAPS})", "D", int, several=True),
+    Option("switch", HOW, f"when {_SWITCHING} switches: after T steps, or a fraction of the run (0.5)", "T", number),
     Option("epochs", HOW, "passes over the data, all workers together (digits 40, synthetic 20, others 10)", "E", int),
     Option("steps", HOW, "instead of epochs: steps of each worker", "T", int),
     Option("batch_size", HOW, "of each worker (digits and synthetic 8, others 32)", "B", int),

@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
             yield from choices.values()
 
 
-_KINDS = {"int": "a whole number", "float": "a number", "path": "a path"}
+_KINDS = {"int": "a whole number", "float": "a number", "number": "a number", "path": "a path"}
 """What argparse calls by the names of the functions that read it."""
 
 
@@ -68,6 +68,18 @@ def path(text: str) -> Path:
     if not text or "\0" in text:
         raise ValueError(f"must be a path, got {text!r}")
     return Path(text)
+
+
+def number(text: str) -> float:
+    """A whole number stays one: where steps and fractions of a run are both allowed, 1 is a step and 1.0 is neither.
+
+    >>> number("440"), number("0.5")
+    (440, 0.5)
+    """
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
 
 
 class _Help(argparse.HelpFormatter):

@@ -35,7 +35,8 @@ class LocalSGD:
     ``model`` is a module (this process is one worker) or a ``Fleet`` (it hosts several); ``optimizer`` one ordinary
     torch optimizer over its parameters, or a list in the order in which they step: the last one's step counts.
 
-    - ``schedule``: when to average: ``every``, ``growing``, ``per_worker``, ``measured``, ``timed``, ``once``.
+    - ``schedule``: when to average: ``every``, ``growing``, ``per_worker``, ``measured``, ``timed``, ``once``,
+      ``post_local``, ``quadratic``.
     - ``averaging``: how: ``mean()`` unless given, or ``gossip``, ``quantized``, ``sparse``, ``easgd``, ``outer``.
     - ``overlap``: steps that hide the transfer; 0 averages right after a step, blocking.
     - ``optimizer_state`` at an average: "keep" each worker's own, "average" it too (overlap <= 1), or "reset" it.

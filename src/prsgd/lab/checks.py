@@ -28,6 +28,7 @@ def check(config: Config) -> None:
         raise ValueError(
             f"epochs must be at most {MOST // length:,} for {length:,} steps each, got {shown(config.epochs)}"
         )
+    config.parts(feed.num_steps(config, shards))  # what does not fit into the run is refused by its part
 
 
 def warn_about(configs: Iterable[Config]) -> None:

@@ -57,6 +57,8 @@ class Config:
     seconds: float | None = None
     """Of a round by the clock; PERIOD steps of the cluster's slowest worker unless given."""
     weights: str = "uniform"
+    switch: int | float | None = None
+    """Of a method with two phases: steps of each worker before it, or a fraction of the run; the method's own."""
 
     def resolve(self) -> Config:
         """With every choice made and checked; a ValueError names what cannot be."""
@@ -70,6 +72,8 @@ class Config:
             raise ValueError(f"method {self.method} has no period, got {shown(self.period)}")
         if self.seconds is not None and not method.by_clock:
             raise ValueError(f"method {self.method} has no rounds by the clock, got seconds {shown(self.seconds)}")
+        if self.switch is not None and not method.switches:
+            raise ValueError(f"method {self.method} has no switch, got {shown(self.switch)}")
         found = dataclasses.replace(
             self,
             cluster=None if self.cluster is None else clusters.placed(self.cluster),
@@ -133,6 +137,7 @@ class Config:
             )
         if self.seconds is not None:
             positive("seconds", self.seconds)
+        self._check_switch()
         self._check_uneven()
         if self.processes > self.workers:
             raise ValueError(f"processes must be at most the number of workers {self.workers}, got {self.processes}")
@@ -145,6 +150,16 @@ class Config:
             parts.averaging.check(Setting.of(parts.schedule, self.workers, self.overlap, parts.optimizer_state))
         except ValueError as error:
             raise ValueError(f"method {self.method}: {error}") from None
+
+    def _check_switch(self) -> None:
+        """Whether it is within the run is seen when the parts are made for a run of known length."""
+        switch = self.switch
+        is_count = isinstance(switch, int) and not isinstance(switch, bool) and switch >= 1
+        if switch is not None and not is_count and not (isinstance(switch, float) and 0 < switch < 1):
+            raise ValueError(
+                "switch must be a whole number of steps >= 1, or a fraction of the run between 0 and 1, "
+                f"got {shown(switch)}"
+            )
 
     def _check_uneven(self) -> None:
         """In several processes an evaluation must find its place between two averages, the same in all of them."""
@@ -169,6 +184,7 @@ class Config:
             weights=self.weights,
             seed=self.seed,
             num_steps=num_steps,
+            switch=self.switch,
         )
         return methods.find(self.method).build(given)
 

@@ -5,12 +5,13 @@ The parts are named through ``prsgd``, which loads them when a row is built: rea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import prsgd
-from prsgd._check import one_of
+from prsgd._check import one_of, shown
 
 if TYPE_CHECKING:
     from prsgd.averaging.base import Averaging
@@ -43,6 +44,22 @@ class Settings:
     seed: int = 0
     num_steps: int | None = None
     """The run's length, in steps of each worker; None where it is not known yet, as when a config is checked."""
+    switch: float | None = None
+    """Where a method changes from one phase to another: a whole number of steps of each worker, or a fraction of the
+    run; None: the method's own."""
+
+    def switch_step(self, usual: float) -> int:
+        """The steps before the switch, at ``usual`` unless another is given; 1 for a fraction of an unknown length.
+
+        >>> Settings(num_steps=25).switch_step(0.5), Settings(num_steps=25, switch=7).switch_step(0.5)
+        (13, 7)
+        """
+        wanted = usual if self.switch is None else self.switch
+        if isinstance(wanted, float):  # rounded up, as the recipe's drops of the lr are
+            return 1 if self.num_steps is None else math.ceil(wanted * self.num_steps)
+        if self.num_steps is not None and wanted > self.num_steps:
+            raise ValueError(f"switch must be at most the run's {self.num_steps:,} steps, got {shown(wanted)}")
+        return wanted
 
 
 @dataclass(frozen=True)
@@ -65,6 +82,8 @@ class Method:
     """Is the lr left to the recipe? Else the schedule sets it, below the lr that is given."""
     weighs: bool = True
     """Can workers count by their steps?"""
+    switches: bool = False
+    """Has it two phases, with a switch that can be given?"""
 
 
 METHODS = {
@@ -105,6 +124,19 @@ METHODS = {
         "PR-SGD that averages the optimizer's momentum along with the models.",
         "Yu, Jin, Yang 2019",
         lambda given: Parts(prsgd.every(given.period), prsgd.mean(given.weights), optimizer_state="average"),
+    ),
+    "post-local": Method(
+        "Post-local SGD: the workers average after every step up to a switch, half of the run unless --switch is given "
+        "(where the lr first drops), then every PERIOD steps.",
+        "Lin, Stich, Patel, Jaggi 2018",
+        lambda given: Parts(prsgd.post_local(given.switch_step(0.5), given.period), prsgd.mean(given.weights)),
+        switches=True,
+    ),
+    "qsr": Method(
+        "PR-SGD by the Quadratic Synchronization Rule: a round has (ALPHA / lr)^2 steps, at least PERIOD. ALPHA is the "
+        "lr given, so that PERIOD holds until the lr drops; after the drops it is at least 100 and 10,000.",
+        "Gu, Lyu, Arora, Zhang, Huang 2024",
+        lambda given: Parts(prsgd.quadratic(given.lr, given.period), prsgd.mean(given.weights)),
     ),
     "one-shot": Method(
         "The workers train on their own to the end, and their models are averaged once.",

@@ -11,8 +11,8 @@ from prsgd.report.read import Run
 from prsgd.report.series import Group, differing
 
 _OPTIONS = (
-    "task", "model", "method", "workers", "period", "overlap", "epochs", "steps", "batch_size", "lr", "momentum",
-    "weight_decay", "split", "processes", "cluster", "seconds", "weights",
+    "task", "model", "method", "workers", "period", "overlap", "switch", "epochs", "steps", "batch_size", "lr",
+    "momentum", "weight_decay", "split", "processes", "cluster", "seconds", "weights",
 )  # fmt: skip
 _VARIED = ("method", "period", "overlap")
 _USUAL = {

@@ -148,7 +148,7 @@ _WHOLE = {
     **dict.fromkeys(("seed", "overlap"), 0),
 }
 """The least that each can be."""
-_NUMBERS = ("lr", "momentum", "weight_decay", "seconds")
+_NUMBERS = ("lr", "momentum", "weight_decay", "seconds", "switch")
 
 
 def _read_run(folder: Path) -> Run:

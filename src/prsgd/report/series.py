@@ -13,7 +13,7 @@ from prsgd.report.read import Run
 
 _TELLING = (
     "model", "workers", "epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "split", "processes",
-    "cluster", "weights",
+    "cluster", "weights", "switch",
 )  # fmt: skip
 
 
