@@ -50,6 +50,11 @@ class Parts:
     """What a state belongs to."""
 
     @property
+    def books(self) -> Books:
+        """The records that users see."""
+        return self.lanes.first.books
+
+    @property
     def words(self) -> list[str]:
         """What must be alike on all workers beside the models."""
         kept, overlap = self.setup["optimizer_state"], self.setup["overlap"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,8 +24,7 @@ from prsgd.records import Record, Totals
 from prsgd.replicas.fleet import Fleet
 from prsgd.schedules.base import Schedule
 
-_runs: weakref.WeakSet[LocalSGD] = weakref.WeakSet()
-"""Those that were started."""
+_runs: weakref.WeakSet[LocalSGD] = weakref.WeakSet()  # those that were started
 
 
 class LocalSGD:
@@ -82,14 +80,8 @@ class LocalSGD:
             on_record=on_record, failed=self._failed,
         )  # fmt: skip
         self._parts, self._comm, self._clock, self._host = parts, parts.comm, parts.clock, parts.host
-        self._roll, self._hooks, self._books, self._lanes = (
-            parts.roll,
-            parts.hooks,
-            parts.lanes.first.books,
-            parts.lanes,
-        )
-        self._phase = "new"
-        self._loaded = False
+        self._roll, self._hooks, self._lanes, self._books = parts.roll, parts.hooks, parts.lanes, parts.books
+        self._phase, self._loaded = "new", False
 
     @property
     def step(self) -> int:
@@ -158,23 +150,23 @@ class LocalSGD:
         self._require_running("finish")
         with self._guarded():
             self._end()
-        self._leave("over")
+        self._phase = "over"
+        self._hooks.unhook()
         if self._parts.own_comm:
             self._comm.close()
 
     def abandon(self) -> None:
         """After an error, instead of ``finish``: hooks off, no collective, and the other workers fail at once."""
         if self._phase in ("running", "in consensus"):
-            self._leave("failed")
+            self._phase = "failed"
+            self._hooks.unhook()
             self._lanes.drop()
             self._comm.close()
 
     def __enter__(self) -> LocalSGD:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.abandon()
         elif self._phase != "over":  # the user may have finished; a failed run does not end in silence
@@ -214,8 +206,8 @@ class LocalSGD:
         """The average of all workers' models, to evaluate; afterwards each worker has its own model again.
 
         A collective: all workers call it between the same two averages, at the same step in the usual case, and where
-        ``launched`` reaches the same number in every case. What is yielded is
-        the user's own module (of a fleet the first hosted one) with other numbers in it.
+        ``launched`` reaches the same number in every case. What is yielded is the user's own module (of a fleet the
+        first hosted one) with other numbers in it.
         """
         self._require_running("consensus")
         self._hooks.check()
@@ -298,10 +290,6 @@ class LocalSGD:
     def _require_running(self, call: str) -> None:
         if self._phase != "running":
             raise UsageError(f"{call}() {_WHEN[self._phase]}")
-
-    def _leave(self, phase: str) -> None:
-        self._phase = phase
-        self._hooks.unhook()
 
 
 _WHEN = {
