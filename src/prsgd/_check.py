@@ -23,15 +23,12 @@ def whole_number(name: str, value: object, *, at_least: int, at_most: int | None
     Traceback (most recent call last):
     ValueError: looks must be at most 1,000, got 5000
     """
-    message = f"{name} must be a whole number >= {at_least}, got {shown(value)}"
-    if isinstance(value, bool):
-        raise ValueError(message)
     try:
-        number = operator.index(value)  # type: ignore[arg-type]  # the except is for what has no index
-    except TypeError:
-        raise ValueError(message) from None
-    if number < at_least:
-        raise ValueError(message)
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # it has no index
+        number = None
+    if number is None or number < at_least:
+        raise ValueError(f"{name} must be a whole number >= {at_least}, got {shown(value)}")
     if at_most is not None and number > at_most:
         raise ValueError(f"{name} must be at most {at_most:,}, got {shown(value)}")
     return number

@@ -66,7 +66,7 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
 
     def weigh(self, header: Header) -> Sequence[float]:
         if self.weights == "uniform":
-            return [float(counts) for counts in header.counts]
+            return list(map(float, header.counts))
         weights = weighing.found(self.weights)
         return [weighing.checked(weights.weigh(b), b) if c else 0.0 for c, b in zip(header.counts, header.brought)]
 

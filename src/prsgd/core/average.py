@@ -66,17 +66,20 @@ class Average:
     @property
     def is_last(self) -> bool:
         """Were all workers done?"""
-        return self.arrived.header.sums.done == self.members
+        assert self.landing is not None
+        return self.landing.header.sums.done == self.members
 
     @property
     def is_look(self) -> bool:
         """Was it another worker's ``consensus()``, which this process answered?"""
-        return self.arrived.header.sums.consensus > 0
+        assert self.landing is not None
+        return self.landing.header.sums.consensus > 0
 
     @property
     def brought_news(self) -> bool:
         """A last handshake, in which nobody had anything new, is no average."""
-        return self.arrived.header.sums.workers > 0
+        assert self.landing is not None
+        return self.landing.header.sums.workers > 0
 
     def came_down(self, landed: Landed) -> None:
         """On one of the hosted workers."""
@@ -85,7 +88,8 @@ class Average:
 
     def record(self, *, round: int, lr: float, modelled: Modelled | None) -> Record:
         """What is known of it here; the numbers of all processes come with the next one."""
-        sums = self.arrived.header.sums
+        landing = self.arrived
+        sums = landing.header.sums
         return Record(
             round=round,
             step=self.step,
@@ -93,9 +97,9 @@ class Average:
             overlap=self.overlap,
             workers=int(sums.workers),
             bad_workers=int(sums.bad),
-            bytes_sent=self.arrived.bytes_sent,
-            server_bytes_sent=self.arrived.server_bytes_sent,
-            hops=self.arrived.hops,
+            bytes_sent=landing.bytes_sent,
+            server_bytes_sent=landing.server_bytes_sent,
+            hops=landing.hops,
             wait_seconds=self.wait_seconds,
             copy_seconds=self.copy_seconds,
             flight_seconds=self.flight_seconds,

@@ -122,15 +122,13 @@ class Books:
     def numbers(self, running: int, **others: float) -> Sums:
         """What travels of the last average: the hosted workers' drift, losses and samples, beside ``others``;
         ``running`` have data."""
-        tallies = [page.last for page in self.pages]
+        loss, losses, samples = 0.0, 0, 0
+        for page in self.pages:
+            loss, losses = loss + float(page.last.loss), losses + int(page.last.losses)
+            samples += page.last.samples
+        saved = running * self.saves
         return Sums(
-            drift=self._drift,
-            drifts=self._drifts,
-            loss=sum(float(tally.loss) for tally in tallies),
-            losses=sum(int(tally.losses) for tally in tallies),
-            saved=running * self.saves,
-            samples=sum(tally.samples for tally in tallies),
-            **others,
+            drift=self._drift, drifts=self._drifts, loss=loss, losses=losses, saved=saved, samples=samples, **others
         )
 
     def sent(self) -> None:

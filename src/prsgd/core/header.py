@@ -39,42 +39,37 @@ class Headers:
     def make(self, boarded: Boarded, *, look: bool = False, everybody: bool = False) -> Header:
         """Of the hosted workers' snapshots, or in a look of their models as they are; ``everybody`` counts, with news
         or without."""
-        answers = [done and not pace.boards for done, pace in zip(self.roll.done, self.paces)]
-        each = zip(self.accounts, self.paces, self.books.pages, boarded.bad, answers)
-        bring = [
-            brought(
-                account,
-                at=pace.steps if look or pace.snap is None else pace.snap.at,
-                samples=page.samples if look else account.snapped_samples,
-                bad=bad,
-                answers=answer,
-                everybody=everybody,
-            )
-            for account, pace, page, bad, answer in each
-        ]
-        counts = tuple(b.counts for b in bring)
-        running = len(answers) - sum(answers)
+        bring, answering = [], 0
+        each = zip(self.accounts, self.paces, self.books.pages, boarded.bad, self.roll.done)
+        for account, pace, page, bad, done in each:
+            answers = done and not pace.boards
+            answering += answers
+            at = pace.steps if look or pace.snap is None else pace.snap.at
+            samples = page.samples if look else account.snapped_samples
+            bring.append(brought(account, at=at, samples=samples, bad=bad, answers=answers, everybody=everybody))
+        counts, pools, steps, samples_of_round = zip(*((b.counts, b.pools, b.steps, b.samples) for b in bring))
+        running = len(bring) - answering
         mark, other_mark = _marks([total for total, count in zip(boarded.totals, counts) if count])
         header = Header(
             sums=self.books.numbers(
                 running,
                 workers=sum(counts),
-                done=0 if look else sum(answers),
+                done=0 if look else answering,
                 bad=sum(boarded.bad),
-                consensus=len(answers) if look else 0,
+                consensus=len(bring) if look else 0,
                 lr=self.lr() * running,
                 mark=mark,
                 other_mark=other_mark,
             ),
-            exact=self.buffers.sums(boarded.buffers, [b.pools for b in bring]),
+            exact=self.buffers.sums(boarded.buffers, pools),
             extras=boarded.extras,
             counts=counts,
             bad=boarded.bad,
-            steps=tuple(b.steps for b in bring),
-            samples=tuple(b.samples for b in bring),
+            steps=steps,
+            samples=samples_of_round,
             step_seconds=self._by_id(map(self.clock.step_seconds, range(len(bring)))) if self.shares_speed else (),
             workers=tuple(self.roll.ids),
-            losses=tuple(page.loss_of_round for page in self.books.pages),
+            losses=tuple([page.loss_of_round for page in self.books.pages]),
             told=self.told,
             flat=boarded.flat,
         )
@@ -96,6 +91,8 @@ def _marks(totals: Sequence[float]) -> tuple[float, float]:
     """Of models with these sums, added up; -1 if they are not alike."""
     if len(set(totals)) > 1:
         return -1.0, -1.0
-    marks = (zlib.crc32(struct.pack("d", total)) for total in totals)
-    pairs = [(mark % DIGIT, mark // DIGIT % DIGIT) for mark in marks]
-    return float(sum(low for low, _ in pairs)), float(sum(high for _, high in pairs))
+    low = high = 0
+    for total in totals:
+        mark = zlib.crc32(struct.pack("d", total))
+        low, high = low + mark % DIGIT, high + mark // DIGIT % DIGIT
+    return float(low), float(high)

@@ -125,6 +125,11 @@ METHODS = {
         "Yu, Jin, Yang 2019",
         lambda given: Parts(prsgd.every(given.period), prsgd.mean(given.weights), optimizer_state="average"),
     ),
+    "pr-sgd-reset": Method(
+        "PR-SGD whose workers forget the optimizer's momentum at every average.",
+        "Wang, Tantia, Ballas, Rabbat 2020",
+        lambda given: Parts(prsgd.every(given.period), prsgd.mean(given.weights), optimizer_state="reset"),
+    ),
     "post-local": Method(
         "Post-local SGD: the workers average after every step up to a switch, half of the run unless --switch is given "
         "(where the lr first drops), then every PERIOD steps.",

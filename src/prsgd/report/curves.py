@@ -33,6 +33,13 @@ def drift(groups: Sequence[Group]) -> Chart | None:
     return _by_epoch(groups, "Drift", "drift", _drift_curves(groups), log_y=True)
 
 
+def period(groups: Sequence[Group]) -> Chart | None:
+    """Steps of a round; None where all runs keep to the one that they were given."""
+    if not any(len({average.period for average in run.averages[:-1]}) > 1 for group in groups for run in group.runs):
+        return None
+    return _by_epoch(groups, "Period", "steps of a round", _curves(groups, _period_points, above_zero=True), log_y=True)
+
+
 def loss_against_bytes(groups: Sequence[Group]) -> Chart | None:
     """The training loss, against what each worker had sent."""
     return _loss_against(groups, "bytes sent", "MB sent per worker", _byte_points, log_x=True)
@@ -138,6 +145,21 @@ def _drift_points(run: Run, bin_rounds: int) -> Points:
             bins.setdefault((average.round - 1) // bin_rounds, []).append((average, average.drift))
     return {
         place: (fmean(average.step for average, _ in held) / per_epoch, fmean(drift for _, drift in held))
+        for place, held in bins.items()
+    }
+
+
+def _period_points(run: Run) -> Points:
+    """Means of the rounds that end in the same two-hundredth of the run; without the last, which the end cuts short."""
+    per_epoch, averages = run.steps_per_epoch, run.averages[:-1]
+    if per_epoch is None or not averages:
+        return {}
+    bin_steps = -(-run.averages[-1].step // MOST_POINTS)
+    bins: dict[int, list[Record]] = {}
+    for average in averages:
+        bins.setdefault((average.step - 1) // bin_steps, []).append(average)
+    return {
+        place: (fmean(average.step for average in held) / per_epoch, fmean(average.period for average in held))
         for place, held in bins.items()
     }
 

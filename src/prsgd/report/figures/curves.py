@@ -57,4 +57,11 @@ FIGURES: tuple[Figure[Sequence[Group], Chart], ...] = (
         "A run's last round may be shorter than the others, and its drift smaller.",
         curves.drift,
     ),
+    chart_figure(
+        "period",
+        "Period over time",
+        "How many steps the rounds had. Where a schedule chooses the period, the records hold the reason for each "
+        "change.",
+        curves.period,
+    ),
 )
