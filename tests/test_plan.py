@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -15,10 +16,14 @@ from prsgd.cli import main
 from prsgd.comm.links import Link
 from prsgd.theory.bounds import Problem, gradient_bound
 from prsgd.theory.plan import best_lr, make_plan
+from prsgd.theory.seen import LOST
 
 LAN = Link(bytes_per_second=125e6)
 PROBLEM = Problem(smoothness=10.0, noise=1.0, grad_second_moment=4.0, gap=2.3)
 sizes = st.floats(1e-2, 1e2)
+
+
+LENGTHS = Path(__file__).parent.parent / "docs" / "results" / "length.json"
 
 
 def test_costs_by_hand() -> None:
@@ -156,7 +161,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert (found["steps"], found["guaranteed_period"], found["is_vacuous"]) == (1950, 1, True)
     assert (tmp_path / "p.png").stat().st_size > 5000
     assert main(paper) == 0
-    assert "From our own runs, not from the theorems" in capsys.readouterr().out
+    empirical = " ".join(capsys.readouterr().out.split("\n\n")[-1].split())
+    assert empirical.startswith("From our own runs, not from the theorems (ResNet-8 on CIFAR-10 at 16x16, 8 workers")
+    assert "1,950 steps are nearest to yours): period 4 lost 2.5 points" in empirical
+    assert "`--method pr-sgd-auto`, finds the period" in empirical
+    assert found["empirical"]["points_lost"]["32"] == LOST[1950][32]
     huge = [
         "--workers",
         "64",
@@ -266,3 +275,17 @@ def test_plans_at_the_limits_are_made_and_fit_a_terminal(
         assert shown.err == ""
         assert "< chosen" in shown.out
         assert all(len(line) <= 80 for line in shown.out.splitlines())
+
+
+def test_what_our_own_runs_lost_is_what_the_page_has() -> None:
+    rows = [row for row in json.loads(LENGTHS.read_text()) if row["model"] == "resnet8" and row["method"] == "pr-sgd"]
+    baseline = {(row["epochs"], row["seed"]): row["test_accuracy"] for row in rows if row["period"] == 1}
+    lost: dict[int, dict[int, list[float]]] = {}
+    for row in rows:
+        if row["period"] > 1:
+            points = 100 * (baseline[row["epochs"], row["seed"]] - row["test_accuracy"])
+            lost.setdefault(row["steps"], {}).setdefault(row["period"], []).append(points)
+    found = {steps: {period: fmean(seeds) for period, seeds in by.items()} for steps, by in lost.items()}
+    assert found.keys() == LOST.keys()
+    for steps, by in LOST.items():
+        assert by == {period: pytest.approx(points, abs=0.051) for period, points in found[steps].items()}
