@@ -100,6 +100,26 @@ def test_over_gloo_it_is_the_same() -> None:
     assert [list(step) for step in zip(*ranks)] == path[:6]
 
 
+def test_an_epoch_ends_at_the_mean_and_the_next_outer_step_starts_there() -> None:
+    fleet = prsgd.Fleet(Point(), 2)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.5)
+    outer = prsgd.outer(0.5, 0.0)
+    path = []
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2), averaging=outer) as local:
+        for steps in (3, 2):
+            with local.epoch():
+                for _ in range(steps):
+                    optimizer.zero_grad()
+                    fleet.backward(itself, [0.0, 4.0], [0.0, 4.0])
+                    optimizer.step()
+                    path.append(fleet.rows[:, 0].tolist())
+            path.append(fleet.rows[:, 0].tolist())
+    # (0, 2), (0, 3): mean 3/2, half way from 0: 3/4.  One more step, (3/8, 19/8); the epoch ends at the mean 11/8.
+    assert path[:4] == [[0, 2], [0.75, 0.75], [0.375, 2.375], [1.375, 1.375]]
+    # From there (11/16, 43/16), (11/32, 107/32): mean 59/32, and half way from 11/8, not from 3/4: 103/64.
+    assert path[4:] == [[0.6875, 2.6875], [1.609375, 1.609375], [1.609375, 1.609375]]
+
+
 def test_a_state_goes_on() -> None:
     def fresh(state: dict[str, Any] | None = None) -> tuple[prsgd.Fleet, torch.optim.Optimizer, prsgd.LocalSGD]:
         fleet = prsgd.Fleet(Point(), 2)

@@ -234,14 +234,26 @@ class Averaging(ABC):
         """What it remembers before the first average: all workers, ``hosted`` of them here, begin at ``point`` (P,)."""
         return {}
 
+    def met(self, memory: Memory, point: Tensor) -> Memory:
+        """What it remembers after all workers were put on the exact mean of their models, ``point`` (P,), which the
+        loop does at the end of an epoch or a run: the next round starts there, wherever the last one led."""
+        return memory
+
     def weigh(self, header: Header) -> Sequence[float]:
-        """How much each hosted worker counts; those of ``header.counts`` alike unless it says otherwise."""
+        """How much each hosted worker counts where the loop takes an exact mean (``consensus()``, the end of a run) and
+        this averaging's ``Landing.exact`` is None; those of ``header.counts`` alike unless it says otherwise."""
         return [float(count) for count in header.counts]
 
     @abstractmethod
     def launch(self, memory: Memory, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
         """Start an average of the snapshots ``snap`` (n, P), which are not to be changed, no more than ``memory``.
 
+        Rows of workers that do not count (``header.counts``) are not to be read: they may not be finite. Most
+        averagings begin with ``prsgd.averaging.summed.summed(comm, snap, header, weights)``, the weighted mean of the
+        rows by one all-reduce, of which ``Then`` makes the landing: weights that depend on the models are computed
+        here. Its target lies in a buffer that the next average reuses, so what is remembered of it is a clone.
+
         What it is to remember goes into ``Landing.memory``: the loop may drop it, since a worker that is done answers
-        whatever the others do, and learns from the header that came back whether that was an average.
+        whatever the others do, and learns from the header that came back whether that was an average. After the average
+        that ends an epoch or a run ``met`` is asked instead.
         """

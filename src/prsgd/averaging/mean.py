@@ -64,11 +64,14 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
         memory = {"point": point.clone(), "averages": 0}
         return {**memory, "residuals": point.new_zeros(hosted, len(point))} if self.wire.keeps_residuals else memory
 
+    def met(self, memory: Memory, point: Tensor) -> Memory:
+        return {**memory, "point": point} if "point" in memory else memory
+
     def weigh(self, header: Header) -> Sequence[float]:
         if self.weights == "uniform":
             return list(map(float, header.counts))
         weights = weighing.found(self.weights)
-        return [weighing.checked(weights.weigh(b), b) if c else 0.0 for c, b in zip(header.counts, header.brought)]
+        return [weighing.weighed(weights, b) if counts else 0.0 for counts, b in zip(header.counts, header.brought)]
 
     def launch(self, memory: Memory, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
         if self.wire is None:

@@ -68,6 +68,9 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
         """What the mean remembers, whose ``point`` is where outer steps lead; ``velocity`` from the first one on."""
         return {"point": point.clone(), **self.of.init(point, hosted)}
 
+    def met(self, memory: Memory, point: Tensor) -> Memory:
+        return {**memory, "point": point}
+
     def weigh(self, header: Header) -> Sequence[float]:
         return self.of.weigh(header)
 

@@ -106,8 +106,22 @@ def found(weights: AnyWeights) -> Weights:
     return NAMED[one_of("weights", weights, NAMED)]
 
 
-def checked(weight: float, brought: Brought) -> float:
-    """A weight that somebody's function gave, or a ValueError."""
+def weighed(weights: Weights, brought: Brought) -> float:
+    """The worker's weight, or a ValueError if somebody's function fails, or gives what cannot be a weight.
+
+    >>> weighed(ByFunction(lambda brought: 1 / brought.loss), Brought(worker=1, steps=8, samples=0))
+    Traceback (most recent call last):
+    ValueError: no weight for worker 1, whose loss is None: local.log(loss=...) comes before optimizer.step()
+    """
+    try:
+        weight = weights.weigh(brought)
+    except TypeError as error:
+        if brought.loss is not None:
+            raise
+        raise ValueError(
+            f"no weight for worker {brought.worker}, whose loss is None: local.log(loss=...) comes before "
+            "optimizer.step()"
+        ) from error
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
         raise ValueError(f"a weight must be a number >= 0, got {weight!r} for worker {brought.worker}")
     return float(weight)

@@ -165,7 +165,10 @@ class Averages:
     def note(self, average: Average) -> None:
         """It was an average: keep what the averaging remembers of it, and tell the clock."""
         landing = average.arrived
-        if not average.is_last and landing.memory is not None:
+        if average.is_last:
+            if landing.target is not None:  # it lies where the next sum will
+                self.memory = self.averaging.met(self.memory, landing.target.clone())
+        elif landing.memory is not None:
             self.memory = landing.memory
         self.headers.told = landing.header.tells
         if average.brought_news:

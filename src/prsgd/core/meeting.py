@@ -48,6 +48,13 @@ class Meeting:
         else:
             average.landing, averages.apart = self._rescued(landing, look=False), self._apart_after(landing)
             landing = average.landing
+            if landing.target is None and landing.header.sums.workers:
+                warnings.warn(
+                    f"round {self._books.round + 1}: the weights of all workers are 0 (or so small that float32 knows "
+                    "none), so nothing was averaged",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         averages.note(average)
         sums = landing.header.sums
         if not landing.shared:

@@ -130,7 +130,7 @@ class Config:
         from_zero_to("weight_decay", self.weight_decay, LARGEST)
         splits.parse(self.split)
         if one_of("weights", self.weights, ("uniform", "steps")) != "uniform" and not methods.find(self.method).weighs:
-            raise ValueError(f"method {self.method} counts all workers alike, got weights {self.weights}")
+            raise ValueError(f"method {self.method} takes no weights, got {self.weights}")
         if self.modelled() is not None and self.processes not in (1, self.workers):
             raise ValueError(
                 f"processes must be 1, or one per worker ({self.workers}), with a cluster, got {self.processes}"
