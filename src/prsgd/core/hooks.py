@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from prsgd.clocks.base import Timekeeper
 from prsgd.core.loop import Loop
+from prsgd.core.noise import GradientNoise
 from prsgd.core.roll import Roll
 from prsgd.errors import UsageError
 from prsgd.replicas.host import Host
@@ -87,6 +88,8 @@ class Hooks:
         self.refusal: str | None = None
         """Why no step may be taken now."""
         self._skipped = skipped
+        self.noise: GradientNoise | None = None
+        """Looks at gradients, where the schedule has to know how much they scatter."""
 
     def hook(self, loops: Sequence[Loop]) -> None:
         """Begin."""
@@ -168,6 +171,9 @@ class Hooks:
                 taking.append(i)
         if taking:
             self._clock.computed(taking)
+            if self.noise is not None:
+                for i in taking:
+                    self.noise.look(i, self._loops[0].paces[i].steps)
         for loop in self._loops:
             if loop.average is not None:
                 self._land(places)

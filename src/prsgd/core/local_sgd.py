@@ -238,6 +238,7 @@ class LocalSGD:
             "lanes": self._lanes.state_dict(),
             "waits": list(self._roll.waits),
             "clock": self._clock.state_dict(),
+            "noise": None if self._hooks.noise is None else self._hooks.noise.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -251,8 +252,12 @@ class LocalSGD:
         with damage_named():
             check_setup(state["setup"], self._parts.setup)
             self._lanes.check_state(state["lanes"])
+            if self._hooks.noise is not None and state["noise"] is not None:
+                self._hooks.noise.check_state(state["noise"])
             self._clock.load_state_dict(state["clock"])  # which the workers' rounds are measured by
             self._lanes.load_state_dict(state["lanes"])
+            if self._hooks.noise is not None and state["noise"] is not None:
+                self._hooks.noise.load_state_dict(state["noise"])
             self._roll.waits = [bool(state["waits"][i]) for i in range(len(self._roll.ids))]
         self._loaded = True
 
