@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from prsgd.records import Record
     from prsgd.replicas.fleet import Fleet
+    from prsgd.schedules.auto import auto
     from prsgd.schedules.base import Now, Round, Schedule
     from prsgd.schedules.changing import post_local, quadratic
     from prsgd.schedules.fixed import every, once, per_worker
@@ -72,6 +73,7 @@ _HOME = {
     "Weights": "averaging.weights",
     "Wire": "averaging.wires.base",
     "Work": "comm.base",
+    "auto": "schedules.auto",
     "easgd": "averaging.easgd",
     "epoch": "core.several",
     "every": "schedules.fixed",
@@ -122,6 +124,7 @@ __all__ = [
     "Weights",
     "Wire",
     "Work",
+    "auto",
     "easgd",
     "epoch",
     "every",

@@ -91,6 +91,11 @@ class Record:
     """Mean seconds of a step, by worker id, as known one average later; None unless the schedule asks for it."""
     hops: int = 0
     """Messages one after another that it took; 0: as many as a sum takes."""
+    noise: float | None = None
+    """How far the scatter of one step's gradients would move a model at lr 1, squared: the mean of what the workers saw
+    in this round; None unless the schedule asks for it, or if nobody looked."""
+    reason: str = ""
+    """Why the schedule made the round longer or shorter than the one before."""
     modelled: Annotated[Modelled, _modelled] | None = None
     """With a ``prsgd.cluster.ClusterClock``."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from prsgd.averaging.weights import Brought
 from prsgd.comm.base import Communicator, Work
-from prsgd.schedules.base import ByClock, Schedule, SharesSpeed
+from prsgd.schedules.base import ByClock, Learns, Schedule, SharesSpeed
 
 Memory = Mapping[str, Any]
 """What an averaging remembers: plain numbers and tensors by name."""
@@ -102,6 +103,8 @@ class Header:
     """Room for one collective: (P + E + tail,) with the dtype to sum in, reused by every average."""
     step_seconds: tuple[float, ...] = ()
     """By worker id, 0 where not hosted, as sent; of all workers as landed. Empty unless the schedule asks for them."""
+    noise: tuple[float, ...] = ()
+    """How much gradients scattered, summed over looks, and the number of looks. Empty unless the schedule asks."""
     skipped: tuple[int, ...] = ()
     """Per hosted worker: steps that it skipped since the last average; empty unless it hears neighbours only."""
 
@@ -124,7 +127,7 @@ class Header:
 
     def numbers(self) -> Tensor:
         """What the loop tells, to be summed as it is."""
-        return self.exact.new_tensor((*self.sums.packed(), *self.step_seconds, *self.tells))
+        return self.exact.new_tensor((*self.sums.packed(), *self.step_seconds, *self.noise, *self.tells))
 
     def tail(self) -> Tensor:
         """All that is summed as it is: the numbers, and the buffers."""
@@ -136,15 +139,17 @@ class Header:
 
     def landed(self, extras: Tensor, tail: Tensor, exact: Tensor | None = None) -> Header:
         """The header of all workers, from what came back; ``exact`` unless it is the rest of the tail."""
-        ends = SUMS_WIDTH, SUMS_WIDTH + len(self.step_seconds), SUMS_WIDTH + len(self.step_seconds) + len(self.tells)
-        numbers = tail[: ends[2]].tolist()
+        widths = SUMS_WIDTH, len(self.step_seconds), len(self.noise), len(self.tells)
+        ends = list(accumulate(widths))
+        numbers = tail[: ends[3]].tolist()
         return _changed(
             self,
             extras=extras,
             sums=Sums.unpacked(numbers[: ends[0]]),
             step_seconds=tuple(numbers[ends[0] : ends[1]]),
-            tells=tuple(numbers[ends[1] :]),
-            exact=tail[ends[2] :] if exact is None else exact,
+            noise=tuple(numbers[ends[1] : ends[2]]),
+            tells=tuple(numbers[ends[2] :]),
+            exact=tail[ends[3] :] if exact is None else exact,
         )
 
 
@@ -204,12 +209,23 @@ class Setting:
     """Does the schedule need the seconds that every worker takes for a step?"""
     by_clock: bool = False
     """Do its rounds last so many seconds?"""
+    learns: bool = False
+    """Does the schedule need the workers' drift, and how much their gradients scatter?"""
 
     @classmethod
     def of(cls, schedule: Schedule, num_workers: int, overlap: int, optimizer_state: str) -> Setting:
         """With what the schedule brings along."""
-        kinds = isinstance(schedule, SharesSpeed), isinstance(schedule, ByClock)
+        kinds = (isinstance(schedule, kind) for kind in (SharesSpeed, ByClock, Learns))
         return cls(num_workers, overlap, optimizer_state, *kinds)
+
+    def require(self, averaging: Averaging) -> None:
+        """Raise a ValueError that says why the averaging cannot work with this setting."""
+        averaging.check(self)
+        if self.learns and not averaging.knows_drift:
+            raise ValueError(
+                "the schedule goes by the workers' drift, their distance from the mean of all models, and with "
+                f"{averaging!r} no process knows that mean: use mean(), or a schedule such as every(8)"
+            )
 
 
 class Averaging(ABC):
@@ -217,6 +233,11 @@ class Averaging(ABC):
 
     hears_neighbours_only: ClassVar[bool] = False
     """Are its landings not ``shared``?"""
+
+    @property
+    def knows_drift(self) -> bool:
+        """Do all processes learn the exact mean, from which the drift is measured?"""
+        return not self.hears_neighbours_only
 
     def check(self, setting: Setting) -> None:  # noqa: B027 - most work with everything
         """Raise a ValueError that says why it cannot work with this setting."""

@@ -46,6 +46,10 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
             self.wire.check_weights(self.weights)
 
     @property
+    def knows_drift(self) -> bool:
+        return self.wire is None
+
+    @property
     def tells(self) -> bool:
         return isinstance(self.weights, weighing.Weights) and self.weights.tells
 

@@ -55,6 +55,10 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
             raise ValueError(f"of must be a mean(), got {self.of!r}")
 
     @property
+    def knows_drift(self) -> bool:
+        return self.of.knows_drift
+
+    @property
     def tells(self) -> bool:
         return self.of.tells
 

@@ -21,6 +21,7 @@ from prsgd.core.books import Books
 from prsgd.core.hooks import Hooks, SkippedSteps
 from prsgd.core.lane import Lane, Run
 from prsgd.core.lanes import Lanes
+from prsgd.core.noise import GradientNoise
 from prsgd.core.resuming import described
 from prsgd.core.roll import Roll
 from prsgd.core.start import host_of
@@ -98,7 +99,7 @@ def assemble(
     timekeeper.check(num_workers, workers)
     schedule.check(num_workers, overlap)
     setting = Setting.of(schedule, num_workers, overlap, optimizer_state)
-    averaging.check(setting)
+    setting.require(averaging)
     host = host_of(model, used)
     if comm is None:
         used.timeout_seconds = limits[0]
@@ -107,6 +108,7 @@ def assemble(
     # A fleet's workers step together; a lone one that skips a step has fewer averages than its neighbours.
     skipped = SkippedSteps() if averaging.hears_neighbours_only and not host.lies_in_rows else None
     hooks = Hooks(optimizers, host, roll, timekeeper, overlap=overlap, failed=failed, skipped=skipped)
+    hooks.noise = GradientNoise(optimizers, host.rows) if setting.learns else None
     run = Run(
         comm=used,
         averaging=averaging,
@@ -117,6 +119,7 @@ def assemble(
         set_lr=hooks.set_lr,
         check=hooks.check,
         skipped=None if skipped is None else skipped.taken,
+        noise=None if hooks.noise is None else hooks.noise.told,
         timeout_seconds=limits[0],
         done_timeout_seconds=limits[1],
     )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class Average:
     step: int = 0
     period: int = 0
     overlap: int = 0
+    reason: str = ""
     wait_seconds: float = 0.0
     copy_seconds: float = 0.0
     flight_seconds: float = 0.0
@@ -84,7 +85,7 @@ class Average:
     def came_down(self, landed: Landed) -> None:
         """On one of the hosted workers."""
         self.step, self.period = max(self.step, landed.step), max(self.period, landed.period)
-        self.overlap = max(self.overlap, landed.overlap)
+        self.overlap, self.reason = max(self.overlap, landed.overlap), self.reason or landed.reason
 
     def record(self, *, round: int, lr: float, modelled: Modelled | None) -> Record:
         """What is known of it here; the numbers of all processes come with the next one."""
@@ -107,8 +108,14 @@ class Average:
             drift=None,
             loss=None,
             samples=0,
+            noise=_mean(*self.arrived.header.noise),
+            reason=self.reason,
             modelled=modelled,
         )
+
+
+def _mean(total: float = 0.0, count: float = 0.0) -> float | None:
+    return total / count if count else None
 
 
 @dataclass
@@ -131,6 +138,9 @@ class Averages:
     """What the averaging remembers."""
     apart: bool = False
     """Did the last average have targets that differ by worker?"""
+    learn: Callable[[Mapping[str, float], Record, float], Mapping[str, float]] | None = None
+    """The schedule's, if it goes by records; and what it has learned."""
+    learned: Mapping[str, float] = field(default_factory=dict)
 
     def launch(self, answering: Sequence[int]) -> Average:
         """Start the average of the hosted workers' snapshots; those that answer have theirs taken now."""

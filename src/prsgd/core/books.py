@@ -145,10 +145,10 @@ class Books:
         self.round, self._own, self._alike = record.round, own, alike
         self._incomplete, self._drift, self._drifts = record, drift, drifts
 
-    def complete(self, sums: Sums, step_seconds: tuple[float, ...] | None = None) -> None:
-        """The last average's numbers came with this header."""
+    def complete(self, sums: Sums, step_seconds: tuple[float, ...] | None = None) -> Record | None:
+        """The last average's numbers came with this header: its record, unless it was complete already."""
         if self._incomplete is None:
-            return
+            return None
         record = replace(
             self._incomplete,
             drift=sums.drift / sums.drifts if sums.drifts and math.isfinite(sums.drift) else None,
@@ -162,6 +162,7 @@ class Books:
         self._watch(record)
         if self._on_record is not None:
             self._on_record(record)
+        return record
 
     def _watch(self, record: Record) -> None:
         """Workers whose models are alike to the last bit before they are averaged have nothing to average."""

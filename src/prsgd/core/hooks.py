@@ -7,7 +7,7 @@ which hosted workers are about to be updated, and which were.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from prsgd.clocks.base import Timekeeper
 from prsgd.core.loop import Loop
+from prsgd.core.noise import GradientNoise
 from prsgd.core.roll import Roll
 from prsgd.errors import UsageError
 from prsgd.replicas.host import Host
@@ -87,6 +88,8 @@ class Hooks:
         self.refusal: str | None = None
         """Why no step may be taken now."""
         self._skipped = skipped
+        self.noise: GradientNoise | None = None
+        """Looks at gradients, where the schedule has to know how much they scatter."""
 
     def hook(self, loops: Sequence[Loop]) -> None:
         """Begin."""
@@ -143,6 +146,19 @@ class Hooks:
             self._failed(error)
             raise
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """What is known of gradients; None: nobody asks."""
+        return None if self.noise is None else self.noise.state_dict()
+
+    def check_state(self, state: Mapping[str, Any] | None) -> None:
+        """Raise an error unless ``load_state_dict`` can take it."""
+        if self.noise is not None and state is not None:
+            self.noise.check_state(state)
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        if self.noise is not None and state is not None:
+            self.noise.load_state_dict(state)
+
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Between a step's gradient and its update."""
         if self.refusal is not None:
@@ -168,6 +184,9 @@ class Hooks:
                 taking.append(i)
         if taking:
             self._clock.computed(taking)
+            if self.noise is not None:
+                for i in taking:
+                    self.noise.look(i, self._loops[0].paces[i].steps)
         for loop in self._loops:
             if loop.average is not None:
                 self._land(places)

@@ -26,11 +26,11 @@ from prsgd.core.snapshots import Snapshots
 from prsgd.replicas.buffers import Buffers
 from prsgd.replicas.optimizer_state import OptimizerState
 from prsgd.replicas.rows import Rows
-from prsgd.schedules.base import Schedule
+from prsgd.schedules.base import Learns, Schedule
 
 _PLAIN = (
     "members", "announced", "step", "period", "overlap", "wait_seconds", "copy_seconds", "flight_seconds", "drift",
-    "drifts",
+    "drifts", "reason",
 )  # fmt: skip
 """Of an ``Average``, as it is."""
 
@@ -52,6 +52,9 @@ class Run:
     done_timeout_seconds: float
     skipped: Callable[[], int] | None = None
     """Steps that the hosted worker skipped since this was last asked, where the averaging has to know."""
+    noise: Callable[[], tuple[float, float]] | None = None
+    """How much the hosted workers' gradients scattered since this was last asked: a sum, and of how many looks; where
+    the schedule has to know."""
 
 
 class Lane:
@@ -66,7 +69,7 @@ class Lane:
             state,
             buffers,
             overlap=setting.overlap,
-            tail=SUMS_WIDTH + run.comm.num_workers * (setting.shares_speed + run.averaging.tells),
+            tail=SUMS_WIDTH + run.comm.num_workers * (setting.shares_speed + run.averaging.tells) + 2 * setting.learns,
         )
         self.books = books
         paces, accounts = [Pace(setting.overlap) for _ in range(hosted)], [Account() for _ in range(hosted)]
@@ -92,10 +95,12 @@ class Lane:
                 lr=run.lr,
                 shares_speed=setting.shares_speed,
                 skipped=run.skipped,
+                noise=run.noise,
             ),
             timeout_seconds=run.timeout_seconds,
             done_timeout_seconds=run.done_timeout_seconds,
             memory={},
+            learn=schedule.learn if isinstance(schedule, Learns) else None,
         )
         self.loop = Loop(schedule, self.averages, run.clock, check=run.check, lr=run.lr, set_lr=run.set_lr)
         self._clock, self._ids = run.clock, run.roll.ids
@@ -139,6 +144,7 @@ class Lane:
             "averaging": saved(averages.memory),
             "apart": averages.apart,
             "told": list(averages.headers.told),
+            "learned": dict(averages.learned),
             "memory": self.snapshots.state_dict(with_snapshots=taken and self.paces[0].overlap > 0),
             "flight": None if average is None else _average_state(average),
             "books": self.books.state_dict(),
@@ -180,6 +186,7 @@ class Lane:
         self.snapshots.load_state_dict(state["memory"])
         averages.memory, averages.apart = saved(state["averaging"]), bool(state["apart"])
         averages.headers.told = tuple(state["told"])
+        averages.learned = {str(name): float(value) for name, value in state["learned"].items()}
         flight = state["flight"]
         self.loop.average = None if flight is None else _average_from(flight, self.snapshots.captured())
         self.loop.launches = int(state["launches"])
@@ -209,6 +216,7 @@ def _average_state(average: Average) -> dict[str, Any]:
         "sums": list(header.sums),
         "own": list(average.own),
         "step_seconds": list(header.step_seconds),
+        "noise": list(header.noise),
         "tells": list(header.tells),
         "bytes_sent": [landing.bytes_sent, landing.server_bytes_sent],
         "hops": landing.hops,
@@ -222,6 +230,7 @@ def _average_from(state: Mapping[str, Any], snap: Tensor) -> Average:
         state["exact"].clone(),
         state["extras"].clone(),
         step_seconds=tuple(state["step_seconds"]),
+        noise=tuple(state["noise"]),
         tells=tuple(state["tells"]),
     )
     target, mean = (None if state[name] is None else state[name].clone() for name in ("target", "mean"))

@@ -107,9 +107,7 @@ class LocalSGD:
     @property
     def records(self) -> list[Record]:
         """One for each of the newest 10,000 averages; that of the newest comes with the next one, or with ``finish``.
-
-        ``on_record`` gets every one, and ``totals`` counts all of them.
-        """
+        ``on_record`` gets every one, and ``totals`` counts all of them."""
         return list(self._books.records)
 
     @property
@@ -238,11 +236,11 @@ class LocalSGD:
             "lanes": self._lanes.state_dict(),
             "waits": list(self._roll.waits),
             "clock": self._clock.state_dict(),
+            "noise": self._hooks.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, between the constructor and ``start()``; load the model and the optimizer too.
-
         Another overlap, optimizer_state, averaging or model than the state's is a ``CheckpointError``; another
         schedule, or other numbers of the same averaging, go on with a warning.
         """
@@ -251,8 +249,10 @@ class LocalSGD:
         with damage_named():
             check_setup(state["setup"], self._parts.setup)
             self._lanes.check_state(state["lanes"])
+            self._hooks.check_state(state["noise"])
             self._clock.load_state_dict(state["clock"])  # which the workers' rounds are measured by
             self._lanes.load_state_dict(state["lanes"])
+            self._hooks.load_state_dict(state["noise"])
             self._roll.waits = [bool(state["waits"][i]) for i in range(len(self._roll.ids))]
         self._loaded = True
 

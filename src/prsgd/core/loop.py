@@ -113,6 +113,7 @@ class Loop:
             step=pace.steps,
             lr=self._lr(),
             last=self._books.last,
+            learned=self._averages.learned,
         )
         pace.open(self._schedule.open(now), self._clock(id))
         assert pace.round is not None

@@ -63,7 +63,9 @@ class Meeting:
                 self._settle()
             return landing
         self._settle()
-        self._books.complete(sums, landing.header.step_seconds or None)
+        record = self._books.complete(sums, landing.header.step_seconds or None)
+        if record is not None and averages.learn is not None and not average.is_last:
+            averages.learned = averages.learn(averages.learned, record, sums.mean_lr(average.members))
         self._check_saved(sums, average.own)
         return landing
 

@@ -11,7 +11,7 @@ Rounds that end by the clock close when their time is up, and the average lands 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from prsgd.schedules.base import Round
@@ -28,6 +28,8 @@ class Snap:
     period: int | None
     """Steps of the round that it closed; None: its landing tells."""
     launched: bool = False
+    reason: str = field(default="", repr=False)
+    """Why the round that it closed was as long as it was, if its schedule said so."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Landed:
     step: int
     period: int
     overlap: int
+    reason: str = ""
 
 
 @dataclass
@@ -109,7 +112,7 @@ class Pace:
         assert not self.boards
         taken, known = self.steps - self.opened_at, self.round.steps
         by_clock = known is None or taken + overlap < known
-        self.snap = Snap(self.steps, self.steps + overlap, taken if by_clock else None)
+        self.snap = Snap(self.steps, self.steps + overlap, taken if by_clock else None, reason=self.round.reason)
         self.round = None
         return by_clock and self.overlap > 0
 
@@ -128,7 +131,8 @@ class Pace:
         snap, self.snap = self.snap, None
         assert snap is not None
         step = self.steps + in_step
-        return Landed(step, step - self.opened_at if snap.period is None else snap.period, step - snap.at)
+        period = step - self.opened_at if snap.period is None else snap.period
+        return Landed(step, period, step - snap.at, snap.reason)
 
     def state_dict(self, seconds: float) -> dict[str, Any]:
         """Plain numbers; ``seconds`` is the clock now."""

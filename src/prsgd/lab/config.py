@@ -147,7 +147,7 @@ class Config:
         if parts.optimizer_state == "average" and self.overlap > 1:
             raise ValueError(f"overlap must be 0 or 1 with method {self.method}, got {self.overlap}")
         try:
-            parts.averaging.check(Setting.of(parts.schedule, self.workers, self.overlap, parts.optimizer_state))
+            Setting.of(parts.schedule, self.workers, self.overlap, parts.optimizer_state).require(parts.averaging)
         except ValueError as error:
             raise ValueError(f"method {self.method}: {error}") from None
 

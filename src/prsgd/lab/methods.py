@@ -130,6 +130,13 @@ METHODS = {
         "Wang, Tantia, Ballas, Rabbat 2020",
         lambda given: Parts(prsgd.every(given.period), prsgd.mean(given.weights), optimizer_state="reset"),
     ),
+    "pr-sgd-auto": Method(
+        "PR-SGD whose period chooses itself: as long as the workers' drift costs no more than the noise of their "
+        "gradients. It starts at 1, grows as the lr falls, and stays short where the workers' data differ.",
+        "Theorem 1 of Yu, Yang, Zhu 2019",
+        lambda given: Parts(prsgd.auto(), prsgd.mean(given.weights)),
+        period=None,
+    ),
     "post-local": Method(
         "Post-local SGD: the workers average after every step up to a switch, half of the run unless --switch is given "
         "(where the lr first drops), then every PERIOD steps.",

@@ -6,7 +6,8 @@ The names are lower case because users read them as words: ``LocalSGD(..., sched
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from prsgd._check import positive, whole_number
@@ -26,6 +27,8 @@ class Now:
     lr: float
     last: Record | None
     """The newest complete record: that of the average before the last one."""
+    learned: Mapping[str, float] = field(default_factory=dict)
+    """What a schedule that ``Learns`` has made of the records so far."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Round:
     steps: int | None = None
     seconds: float | None = None
     lr: float | None = None
+    reason: str = field(default="", repr=False)
+    """Why it is longer or shorter than the one before; for the record of its average."""
 
     def __post_init__(self) -> None:
         if self.steps is not None:
@@ -67,3 +72,19 @@ class ByClock(Schedule):
 
 class SharesSpeed(Schedule):
     """A schedule that must know every worker's seconds a step: the averages' headers carry them."""
+
+
+class Learns(Schedule):
+    """A schedule that goes by what happened: how far the workers drift apart, and how much their gradients scatter.
+
+    The averages' headers carry both numbers, so ``Record.drift`` and ``Record.noise`` are the same in every process.
+    Every process shows every record to ``learn``, also one whose workers have run out of data, so that all workers'
+    rounds stay alike.
+    """
+
+    def learn(self, learned: Mapping[str, float], record: Record, lr: float) -> Mapping[str, float]:
+        """What is to be known when later rounds open, from what was known and a record that is complete now.
+
+        ``lr`` is the mean of all workers' at the newest average, which is the one after that of the record.
+        """
+        return learned

@@ -1,0 +1,94 @@
+"""A period that chooses itself: as long as the workers' drift costs no more than the noise of their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prsgd._check import positive, whole_number
+from prsgd.records import Record
+from prsgd.schedules.base import Learns, Now, Round
+
+OLD = 0.7
+"""Share of the past in the running mean of the gradients' noise, at each average that brings a new number."""
+
+
+@dataclass(frozen=True)
+class auto(Learns):  # noqa: N801 - a word in the user's sentence
+    """A period that needs no tuning: it starts at 1, and follows the lr, the noise of the gradients and the data.
+
+    Theorem 1 bounds the mean squared gradient by three terms, of which the length of a round stands in one:
+
+        2 (f(x^0) - f*) / (lr T)  +  L^2 drift  +  lr L s^2 / N         (drift <= 4 lr^2 I^2 G^2, Lemma 1)
+
+    with s^2 the variance of a worker's gradient. The third, the noise of N workers' batches, does not fall if they
+    average more often. So a round may last until the second is ``tolerance`` times the third:
+
+        drift  <=  target  =  tolerance lr s^2 / (N L)
+
+    The drift is measured at each average, and s^2 by two gradients in a row now and then. With momentum m the lr of the
+    theorem is lr / (1 - m), and L is taken to be (1 - m) / ``largest_lr``, the largest that training stands: the
+    largest so far, unless it is given. The next period is the last one times sqrt(target / drift), at most doubled and
+    at most ``longest``, and never lowered while the drift is below its target. Where workers' data differ they drift
+    faster, and the period stays short.
+
+    For optimizers of SGD's and of Adam's kind, and averagings whose drift is known: not gossip, nor one with a wire.
+
+    >>> import torch, prsgd
+    >>> fleet = prsgd.Fleet(torch.nn.Linear(4, 1), num_workers=4)
+    >>> optimizer = torch.optim.SGD(fleet.parameters(), lr=0.05)
+    >>> with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.auto()) as local:
+    ...     for step in range(200):
+    ...         optimizer.zero_grad()
+    ...         x = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(step))
+    ...         losses = fleet.backward(torch.nn.functional.mse_loss, x, x.sum(dim=2, keepdim=True))
+    ...         optimizer.step()
+    >>> local.records[0].period, local.records[-2].period > 1
+    (1, True)
+    """
+
+    tolerance: float = 4.0
+    largest_lr: float | None = None
+    longest: int = 1024
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tolerance", positive("tolerance", self.tolerance))
+        if self.largest_lr is not None:
+            object.__setattr__(self, "largest_lr", positive("largest_lr", self.largest_lr))
+        object.__setattr__(self, "longest", whole_number("longest", self.longest, at_least=1))
+
+    def open(self, now: Now) -> Round:
+        period, before = (int(now.learned.get(name, 1)) for name in ("period", "before"))
+        if period == before:
+            return Round(steps=period)
+        drift, target = now.learned["drift"], now.learned["target"]
+        return Round(steps=period, reason=f"drift {drift:.3g}, target {target:.3g}: period {before} to {period}")
+
+    def learn(self, learned: Mapping[str, float], record: Record, lr: float) -> Mapping[str, float]:
+        """The numbers by which the next rounds open: ``period``, that ``before``, and what it was chosen by."""
+        found = dict(learned)
+        found["before"] = found.setdefault("period", 1.0)
+        found["largest_lr"] = max(found.get("largest_lr", 0.0), lr)
+        if record.noise is not None:
+            found["noise"] = OLD * found.get("noise", record.noise) + (1 - OLD) * record.noise
+        n = record.workers
+        if "noise" not in found or record.drift is None or n < 2 or not (lr > 0 and record.lr > 0) or not record.period:
+            return found
+        # Of the workers' common expectation, from which their mean is off by a share of 1/n; at the lr to come.
+        drift = record.drift * n / (n - 1) * (lr / record.lr) ** 2
+        # The record's noise is s^2 / (1 - m)^2, so that lr / (1 - m) s^2 / L is lr * largest_lr * noise.
+        target = self.tolerance * lr * (self.largest_lr or found["largest_lr"]) * found["noise"] / n
+        if math.isfinite(drift) and math.isfinite(target):
+            wanted = self._next(int(found["period"]), record.period, drift, target)
+            found |= {"period": float(wanted), "drift": drift, "target": target}
+        return found
+
+    def _next(self, period: int, measured: int, drift: float, target: float) -> int:
+        """``measured``: the period that had this drift; rounds of another ``period`` may be under way by now."""
+        stretch = min(2.0, math.sqrt(target / drift)) if drift > 0 else 2.0
+        wanted = max(1, math.floor(measured * stretch * (1 + 1e-9)))
+        return min(self.longest, max(period, wanted) if drift <= target else min(period, wanted))
+
+    def check(self, num_workers: int, overlap: int) -> None:
+        """Every overlap works: it is clamped to the round's length, and the record holds the one used."""
