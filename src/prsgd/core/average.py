@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,7 +112,7 @@ class Average:
 
 
 def _mean(total: float = 0.0, count: float = 0.0) -> float | None:
-    return total / count if count else None
+    return total / count if count and math.isfinite(total) else None
 
 
 @dataclass

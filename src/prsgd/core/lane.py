@@ -19,6 +19,7 @@ from prsgd.core.average import Average, Averages
 from prsgd.core.books import Books
 from prsgd.core.header import Headers
 from prsgd.core.loop import Loop
+from prsgd.core.noise import GradientNoise
 from prsgd.core.pace import Pace
 from prsgd.core.resuming import check_memory, check_tensor, saved
 from prsgd.core.roll import Account, Roll
@@ -52,9 +53,8 @@ class Run:
     done_timeout_seconds: float
     skipped: Callable[[], int] | None = None
     """Steps that the hosted worker skipped since this was last asked, where the averaging has to know."""
-    noise: Callable[[], tuple[float, float]] | None = None
-    """How much the hosted workers' gradients scattered since this was last asked: a sum, and of how many looks; where
-    the schedule has to know."""
+    noise: GradientNoise | None = None
+    """How much the hosted workers' gradients scatter, where the schedule has to know."""
 
 
 class Lane:

@@ -56,6 +56,8 @@ class Meeting:
                 self._settle()
             return landing
         self._settle()
+        if averages.headers.noise is not None:
+            averages.headers.noise.heard()
         record = self._books.complete(sums, landing.header.step_seconds or None)
         if record is not None and averages.learn is not None and not average.is_last:
             averages.learned = averages.learn(averages.learned, record, sums.mean_lr(average.members))
