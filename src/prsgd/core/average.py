@@ -138,6 +138,8 @@ class Averages:
     learn: Callable[[Mapping[str, float], Record, float], Mapping[str, float]] | None = None
     """The schedule's, if it goes by records; and what it has learned."""
     learned: Mapping[str, float] = field(default_factory=dict)
+    mean_lr: float = 0.0
+    """Of all workers with data, at the newest average that has arrived."""
 
     def launch(self, answering: Sequence[int]) -> Average:
         """Start the average of the hosted workers' snapshots; those that answer have theirs taken now."""

@@ -145,6 +145,7 @@ class Lane:
             "apart": averages.apart,
             "told": list(averages.headers.told),
             "learned": dict(averages.learned),
+            "mean_lr": averages.mean_lr,
             "memory": self.snapshots.state_dict(with_snapshots=taken and self.paces[0].overlap > 0),
             "flight": None if average is None else _average_state(average),
             "books": self.books.state_dict(),
@@ -187,6 +188,7 @@ class Lane:
         averages.memory, averages.apart = saved(state["averaging"]), bool(state["apart"])
         averages.headers.told = tuple(state["told"])
         averages.learned = {str(name): float(value) for name, value in state["learned"].items()}
+        averages.mean_lr = float(state["mean_lr"])
         flight = state["flight"]
         self.loop.average = None if flight is None else _average_from(flight, self.snapshots.captured())
         self.loop.launches = int(state["launches"])
