@@ -183,7 +183,7 @@ def _records(scenario: Scenario, fleet: Outcome, ranks: Sequence[Outcome], *, ha
             own = name in ("step", "period", "overlap")  # a process's; the fleet has the largest
             if (max(values) if own else values) != (expected[name] if own else [expected[name]] * len(values)):
                 yield f"records' {name}: round {k + 1}: ranks {values}, the fleet {expected[name]}"
-        for name in ("loss", "drift"):
+        for name in ("loss", "drift", "noise"):
             for record in found:
                 a, b = record[name], expected[name]
                 if name == "drift" and unknown and (a is None or half):

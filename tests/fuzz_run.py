@@ -136,7 +136,7 @@ class Runner:
 
     def _keep_records(self) -> None:
         for r in self.local.records:
-            self._old[r.round] = {name: getattr(r, name) for name in (*NUMBERS, "loss", "drift")}
+            self._old[r.round] = {name: getattr(r, name) for name in (*NUMBERS, "loss", "drift", "noise")}
 
     def _module(self, worker: int) -> nn.Module:
         return self.modules[self.workers.index(worker)]

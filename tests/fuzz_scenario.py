@@ -18,13 +18,13 @@ alone; infinities in the parameters before the update."""
 _NAMES: dict[str, Any] = {"bfloat16": torch.bfloat16, "float16": torch.float16} | {
     name: getattr(prsgd, name)
     for name in (
-        "every", "per_worker", "growing", "once", "post_local", "quadratic",
+        "every", "per_worker", "growing", "once", "post_local", "quadratic", "auto",
         "mean", "outer", "easgd", "gossip", "quantized", "sparse",
     )
 }  # fmt: skip
 
 
-CLAMPING = ("growing", "post_local", "quadratic")
+CLAMPING = ("growing", "post_local", "quadratic", "auto")
 """Schedules that lower the overlap to the length of a round."""
 
 
@@ -74,7 +74,12 @@ class Scenario:
         return 0.02 if self.optimizer == "adam" else 0.2
 
     def closings(self, worker: int, overlap: int) -> list[int]:
-        """The worker's steps after which its rounds close, if it takes every step."""
+        """The worker's steps after which its rounds close, if it takes every step.
+
+        Those of ``auto()`` are not known before. All workers have the same, so it is enough to tell steps apart.
+        """
+        if self.schedule.startswith("auto"):
+            return list(range(1, 40))
         found, opened = [], 0
         for round in range(1, 40):
             now = Now(worker=worker, num_workers=self.num_workers, round=round, step=opened, lr=self.lr, last=None)
@@ -115,7 +120,8 @@ def draw(seed: int) -> Scenario:
     )[0]
     averaging = _averaging(dice, num_workers)
     gossips = averaging.startswith("gossip")
-    schedule, smallest = _schedule(dice, num_workers, same=gossips)
+    known = not any(word in averaging for word in ("gossip", "quantized", "sparse", "float16"))
+    schedule, smallest = _schedule(dice, num_workers, same=gossips, drift_is_known=known)
     overlap = dice.choice([d for d in (0, 0, 1, 2) if d <= smallest or schedule.startswith(CLAMPING)])
     if gossips or dice.random() < 0.35:
         batches = (dice.randint(0 if dice.random() < 0.1 else 2, 9),) * num_workers
@@ -161,7 +167,7 @@ def draw(seed: int) -> Scenario:
     if (
         not found.skips
         and not found.nans
-        and schedule.startswith(("every", "once", "post_local"))
+        and schedule.startswith(("every", "once", "post_local", "auto"))
         and (dice.random() < (0.7 if "by_inner_lr" in averaging else 0.2))
     ):
         found = replace(found, warmup=dice.choice([2, 5]))
@@ -197,9 +203,10 @@ def _averaging(dice: random.Random, num_workers: int) -> str:
     )
 
 
-def _schedule(dice: random.Random, num_workers: int, *, same: bool) -> tuple[str, int]:
+def _schedule(dice: random.Random, num_workers: int, *, same: bool, drift_is_known: bool) -> tuple[str, int]:
     """A schedule, and its shortest round."""
     weights = {"every": 10, "per_worker": 0 if same else 4, "growing": 2, "once": 1, "post_local": 2, "quadratic": 1}
+    weights["auto"] = 4 if drift_is_known else 0
     kind = dice.choices(list(weights), list(weights.values()))[0]
     if kind == "every":
         period = dice.randint(1, 4)
@@ -209,6 +216,8 @@ def _schedule(dice: random.Random, num_workers: int, *, same: bool) -> tuple[str
         return f"per_worker({periods})", min(periods)
     if kind == "post_local":
         return f"post_local({dice.randint(1, 4)}, {dice.randint(2, 4)})", 1
+    if kind == "auto":
+        return f"auto(tolerance={dice.choice([2.0, 100.0])})", 1  # hardly ever, or mostly longer than a step
     if kind == "quadratic":
         return "quadratic(0.04, 2)", 2  # rounds of 2 steps, and of 4 at adam's lr
     return ("growing(lr_cap=0.1)", 1) if kind == "growing" else ("once()", 2)

@@ -46,6 +46,7 @@ def test_overlap(overlap: Any) -> None:
         (prsgd.growing(), None),
         (prsgd.post_local(3, 2), None),
         (prsgd.quadratic(0.1, 2), None),
+        (prsgd.auto(), None),
         (prsgd.once(), None),
     ],
 )

@@ -84,6 +84,8 @@ def test_epochs_leave_all_workers_at_the_same_point() -> None:
         (prsgd.post_local(5, 3), 0),
         (prsgd.post_local(5, 3), 1),
         (prsgd.quadratic(0.2, 1), 1),
+        (prsgd.auto(tolerance=40.0), 0),
+        (prsgd.auto(tolerance=40.0), 2),
         (prsgd.per_worker([2, 3]), 1),
         (prsgd.per_worker([3, 7]), 2),
         (prsgd.every(1), 1),

@@ -85,7 +85,7 @@ def test_algorithm_2_as_printed() -> None:
 
 
 def test_one_worker_is_torch_sgd() -> None:
-    for schedule in (prsgd.every(3), prsgd.once(), prsgd.per_worker([2])):
+    for schedule in (prsgd.every(3), prsgd.once(), prsgd.per_worker([2]), prsgd.auto()):
         for overlap in (0, 1) if not isinstance(schedule, prsgd.once) else (0,):
             averaged, _, _ = train_model(0, 20, schedule=schedule, overlap=overlap)
             net = model()
@@ -127,6 +127,8 @@ CASES: dict[str, dict[str, Any]] = {
     "post-local, overlap 2": {"schedule": prsgd.post_local(5, 3), "overlap": 2},
     "quadratic": {"schedule": prsgd.quadratic(0.4, 1)},
     "quadratic, overlap 1": {"schedule": prsgd.quadratic(0.4, 1), "overlap": 1},
+    "auto": {"schedule": prsgd.auto(tolerance=40.0)},
+    "auto, overlap 2": {"schedule": prsgd.auto(tolerance=40.0), "overlap": 2},
     "momentum averaged": {"schedule": prsgd.every(4), "optimizer_state": "average"},
     "momentum reset, by steps": {
         "schedule": prsgd.every(4),
@@ -144,7 +146,14 @@ def numbers(local: prsgd.LocalSGD) -> list[tuple[Any, ...]]:
     """What a record says of all workers."""
     unknown = -1.0
     return [
-        (r.round, r.workers, r.bytes_sent, r.drift, unknown if r.loss is None else r.loss, r.samples)
+        (
+            r.round,
+            r.workers,
+            r.bytes_sent,
+            r.drift,
+            *(unknown if x is None else x for x in (r.loss, r.noise)),
+            r.samples,
+        )
         for r in local.records
     ]
 

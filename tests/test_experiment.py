@@ -93,6 +93,7 @@ CASES = [
     {"method": "pr-sgd-growing", "period": None, "split": "pool"},
     {"method": "post-local", "switch": 50, "overlap": 1},
     {"method": "qsr"},
+    {"method": "pr-sgd-auto", "period": None, "overlap": 1},
     {"method": "one-shot", "period": None, "model": "cnn"},
     {"task": "synthetic", "model": "wells", "momentum": 0.5},
 ]

@@ -116,7 +116,7 @@ def test_seconds_on_another_cluster_are_those_of_its_clock(name: str, tmp_path: 
 
 def test_methods_without_an_all_reduce_or_with_rounds_that_change_in_two_processes(tmp_path: Path) -> None:
     """As in one: the same loss, the same bytes."""
-    for name in ("d-psgd", "top-k", "post-local", "qsr"):
+    for name in ("d-psgd", "top-k", "post-local", "qsr", "pr-sgd-auto"):
         train_here(Config(method=name, workers=4, epochs=1, batch_size=32), tmp_path / name / "one")
         args = ["train", "--method", name, "--processes", "2", *QUICK, "--out", str(tmp_path / name / "two")]
         assert main(args) == 0

@@ -26,6 +26,8 @@ CASES: list[dict[str, Any]] = [
     {"schedule": prsgd.post_local(5, 3)},
     {"schedule": prsgd.post_local(5, 3), "overlap": 2},
     {"schedule": prsgd.quadratic(0.4, 1), "overlap": 1},
+    {"schedule": prsgd.auto(tolerance=40.0)},
+    {"schedule": prsgd.auto(tolerance=40.0), "overlap": 2},
 ]
 
 
@@ -55,7 +57,10 @@ def run(options: dict[str, Any], steps: int, stop_at: int | None = None, kind: s
         take_step(fleet, optimizer, local, taken)
     local.finish()
     buffers = [b.clone() for m in fleet.modules for b in m.buffers()]
-    done = {r.round: (r.step, r.period, r.overlap, r.drift, r.loss, r.samples) for r in [*records, *local.records]}
+    done = {
+        r.round: (r.step, r.period, r.overlap, r.drift, r.loss, r.samples, r.noise, r.reason)
+        for r in [*records, *local.records]
+    }
     return fleet.rows.clone(), buffers, done
 
 

@@ -21,6 +21,7 @@ SCHEDULES: list[dict[str, Any]] = [
     {"schedule": prsgd.per_worker([5, 1, 3, 2]), "overlap": 1},
     {"schedule": prsgd.once()},
     {"schedule": prsgd.post_local(4, 3), "overlap": 1},
+    {"schedule": prsgd.auto(tolerance=40.0), "overlap": 1},
 ]
 
 

@@ -119,7 +119,7 @@ def assemble(
         set_lr=hooks.set_lr,
         check=hooks.check,
         skipped=None if skipped is None else skipped.taken,
-        noise=None if hooks.noise is None else hooks.noise.told,
+        noise=hooks.noise,
         timeout_seconds=limits[0],
         done_timeout_seconds=limits[1],
     )

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,7 +116,7 @@ class Average:
 
 
 def _mean(total: float = 0.0, count: float = 0.0) -> float | None:
-    return total / count if count else None
+    return total / count if count and math.isfinite(total) else None
 
 
 @dataclass
@@ -141,6 +142,8 @@ class Averages:
     learn: Callable[[Mapping[str, float], Record, float], Mapping[str, float]] | None = None
     """The schedule's, if it goes by records; and what it has learned."""
     learned: Mapping[str, float] = field(default_factory=dict)
+    mean_lr: float = 0.0
+    """Of all workers with data, at the newest average that has arrived."""
 
     def launch(self, answering: Sequence[int]) -> Average:
         """Start the average of the hosted workers' snapshots; those that answer have theirs taken now."""

@@ -11,6 +11,7 @@ from prsgd.averaging.base import DIGIT, Averaging, Header
 from prsgd.clocks.base import Timekeeper
 from prsgd.comm.base import Communicator
 from prsgd.core.books import Books
+from prsgd.core.noise import GradientNoise
 from prsgd.core.pace import Pace
 from prsgd.core.roll import Account, Roll, brought
 from prsgd.core.snapshots import Boarded
@@ -35,8 +36,8 @@ class Headers:
     """What all workers told with the last average, if the averaging ``tells``."""
     skipped: Callable[[], int] | None = None
     """Steps that the hosted worker skipped since this was last asked, where the averaging has to know."""
-    noise: Callable[[], tuple[float, float]] | None = None
-    """How much gradients scattered since this was last asked, where the schedule has to know."""
+    noise: GradientNoise | None = None
+    """How much gradients scatter, where the schedule has to know."""
 
     def make(self, boarded: Boarded, *, look: bool = False, everybody: bool = False) -> Header:
         """Of the hosted workers' snapshots, or in a look of their models as they are; ``everybody`` counts, with news
@@ -70,7 +71,7 @@ class Headers:
             steps=steps,
             samples=samples_of_round,
             step_seconds=self._by_id(map(self.clock.step_seconds, range(len(bring)))) if self.shares_speed else (),
-            noise=() if self.noise is None else (0.0, 0.0) if look else self.noise(),
+            noise=() if self.noise is None else (0.0, 0.0) if look else self.noise.told(),
             workers=tuple(self.roll.ids),
             losses=tuple([page.loss_of_round for page in self.books.pages]),
             told=self.told,

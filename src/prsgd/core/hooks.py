@@ -184,9 +184,10 @@ class Hooks:
                 taking.append(i)
         if taking:
             self._clock.computed(taking)
-            if self.noise is not None:
-                for i in taking:
-                    self.noise.look(i, self._loops[0].paces[i].steps)
+        if self.noise is not None:
+            for i in places:
+                if roll.takes_part[i]:
+                    self.noise.look(i, optimizer, self._loops[0].paces[i].steps)
         for loop in self._loops:
             if loop.average is not None:
                 self._land(places)

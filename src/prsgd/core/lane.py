@@ -19,6 +19,7 @@ from prsgd.core.average import Average, Averages
 from prsgd.core.books import Books
 from prsgd.core.header import Headers
 from prsgd.core.loop import Loop
+from prsgd.core.noise import GradientNoise
 from prsgd.core.pace import Pace
 from prsgd.core.resuming import check_memory, check_tensor, saved
 from prsgd.core.roll import Account, Roll
@@ -52,9 +53,8 @@ class Run:
     done_timeout_seconds: float
     skipped: Callable[[], int] | None = None
     """Steps that the hosted worker skipped since this was last asked, where the averaging has to know."""
-    noise: Callable[[], tuple[float, float]] | None = None
-    """How much the hosted workers' gradients scattered since this was last asked: a sum, and of how many looks; where
-    the schedule has to know."""
+    noise: GradientNoise | None = None
+    """How much the hosted workers' gradients scatter, where the schedule has to know."""
 
 
 class Lane:
@@ -145,6 +145,7 @@ class Lane:
             "apart": averages.apart,
             "told": list(averages.headers.told),
             "learned": dict(averages.learned),
+            "mean_lr": averages.mean_lr,
             "memory": self.snapshots.state_dict(with_snapshots=taken and self.paces[0].overlap > 0),
             "flight": None if average is None else _average_state(average),
             "books": self.books.state_dict(),
@@ -187,6 +188,7 @@ class Lane:
         averages.memory, averages.apart = saved(state["averaging"]), bool(state["apart"])
         averages.headers.told = tuple(state["told"])
         averages.learned = {str(name): float(value) for name, value in state["learned"].items()}
+        averages.mean_lr = float(state["mean_lr"])
         flight = state["flight"]
         self.loop.average = None if flight is None else _average_from(flight, self.snapshots.captured())
         self.loop.launches = int(state["launches"])

@@ -34,7 +34,7 @@ class LocalSGD:
     torch optimizer over its parameters, or a list in the order in which they step: the last one's step counts.
 
     - ``schedule``: when to average: ``every``, ``growing``, ``per_worker``, ``measured``, ``timed``, ``once``,
-      ``post_local``, ``quadratic``.
+      ``post_local``, ``quadratic``, or ``auto``, which chooses its period itself.
     - ``averaging``: how: ``mean()`` unless given, or ``gossip``, ``quantized``, ``sparse``, ``easgd``, ``outer``.
     - ``overlap``: steps that hide the transfer; 0 averages right after a step, blocking.
     - ``optimizer_state`` at an average: "keep" each worker's own, "average" it too (overlap <= 1), or "reset" it.

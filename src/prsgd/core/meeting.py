@@ -17,6 +17,7 @@ from prsgd.averaging.base import Landing, Sums
 from prsgd.averaging.summed import summed
 from prsgd.core.average import Average, Averages
 from prsgd.errors import DivergedError, MismatchError, UsageError
+from prsgd.records import Record
 
 SETTLE_EVERY = 1024
 """Averages with neighbours only, after which all workers meet to sum what records wait for."""
@@ -63,11 +64,19 @@ class Meeting:
                 self._settle()
             return landing
         self._settle()
-        record = self._books.complete(sums, landing.header.step_seconds or None)
-        if record is not None and averages.learn is not None and not average.is_last:
-            averages.learned = averages.learn(averages.learned, record, sums.mean_lr(average.members))
+        self._learn(self._books.complete(sums, landing.header.step_seconds or None), average)
         self._check_saved(sums, average.own)
         return landing
+
+    def _learn(self, record: Record | None, average: Average) -> None:
+        """Show the schedule the record that this average has completed, with nothing in it that it may go by and that
+        is another in another process."""
+        averages = self._averages
+        then, averages.mean_lr = averages.mean_lr, average.arrived.header.sums.mean_lr(average.members)
+        if averages.headers.noise is not None:
+            averages.headers.noise.heard()
+        if record is not None and averages.learn is not None and not average.is_last:
+            averages.learned = averages.learn(averages.learned, replace(record, lr=then), averages.mean_lr)
 
     def look(self) -> Landing:
         """The exact mean of all workers' models as they are now; an average in flight has arrived."""

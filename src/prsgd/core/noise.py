@@ -10,6 +10,7 @@ count by the ratio of the two. The result is for lr 1: times lr^2 it is a square
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,73 +31,109 @@ class GradientNoise:
 
     def __init__(self, optimizers: Sequence[Optimizer], rows: Rows) -> None:
         self._optimizers, self._rows = optimizers, rows
-        self._before: list[Tensor | None] = [None] * len(rows.workers)
+        hosted = range(len(rows.workers))
+        self._owned = [[list(_owned(o, named)) for o in optimizers] for named in rows.workers]
+        """By worker and optimizer: the numbers of its parameters in the model, and of their groups."""
+        self._last = [max(o for o, owned in enumerate(mine) if owned) for mine in self._owned]
+        """The optimizer with which the worker's step is over."""
+        self._before: list[Tensor | None] = [None for _ in hosted]
         """(P,): the gradient of the step before, where there was a look at it."""
-        self._at = [-1] * len(rows.workers)
-        """Steps that the worker had behind it then."""
-        self._found: list[list[Tensor]] = [[] for _ in rows.workers]
-        """Since the last average; they stay tensors until an average asks, so that nobody waits for a device."""
+        self._at = [[-1] * len(optimizers) for _ in hosted]
+        """Steps that the worker had behind it then, by optimizer."""
+        self._parts: list[list[Tensor | None]] = [[] for _ in hosted]
+        """Of the look under way: what each optimizer's parameters come to."""
+        self._found: list[list[Tensor]] = [[] for _ in hosted]
+        """They stay tensors until an average asks, so that nobody waits for a device."""
+        self._told: list[list[float]] = [[] for _ in hosted]
+        """What has been told, and not been heard: that may have been to a look, which is no average."""
+        self._warned = False
 
-    def look(self, i: int, steps: int) -> None:
-        """Worker i, with so many steps behind it, has the gradient of its next one. Mostly there is nothing to do."""
+    def look(self, i: int, optimizer: Optimizer, steps: int) -> None:
+        """Worker i, with so many steps behind it, is about to be updated by this optimizer, whose gradients are there
+        and are its own business by now: another one's may still be scaled, or not be taken yet.
+
+        Mostly there is nothing to do.
+        """
         if steps % EVERY > 1:
             return
+        o = next(k for k, own in enumerate(self._optimizers) if own is optimizer)
         with torch.no_grad():
-            named = self._rows.workers[i].values()
-            parts = [(view, p.grad) for view, p in zip(self._views(i), named)]
-            if steps % EVERY and self._at[i] == steps - 1:
-                for view, grad in parts:
-                    if grad is not None:
-                        view.sub_(_dense(grad))
-                moved = self._moved(list(named), [view for view, _ in parts])
-                self._found[i] += [] if moved is None else [moved / 2]
-            elif steps % EVERY == 0:
-                for view, grad in parts:
-                    view.zero_() if grad is None else view.copy_(_dense(grad))
-        self._at[i] = steps
+            if steps % EVERY == 0:
+                self._parts[i].clear()
+                for p, view, _ in self._places(i, o):
+                    grad = _gradient(p, optimizer)
+                    view.zero_() if grad is None else view.copy_(grad)
+            elif self._at[i][o] == steps - 1:
+                self._parts[i].append(self._moved(i, o))
+            else:
+                return
+        self._at[i][o] = steps
+        if steps % EVERY and o == self._last[i]:
+            parts = [part for part in self._parts[i] if part is not None]
+            if len(parts) == len(self._parts[i]):
+                self._found[i].append(torch.stack(parts).sum() / 2)
+            self._parts[i].clear()
 
     def told(self) -> tuple[float, float]:
-        """The sum of what was found since this was last asked, and of how many looks."""
-        found = [float(value) for of_worker in self._found for value in of_worker]
-        finite = [value for value in found if math.isfinite(value)]
-        self._found = [[] for _ in self._found]
-        return sum(finite), float(len(finite))
+        """The sum of what was found since an average has last heard of it, and of how many looks."""
+        for found, told in zip(self._found, self._told):
+            told += [value for value in map(float, found) if math.isfinite(value)]
+            found.clear()
+        # Worker by worker, as processes are summed: so both say the same to the last bit.
+        return sum(map(sum, self._told)), float(sum(map(len, self._told)))
 
-    def _views(self, i: int) -> Sequence[Tensor]:
+    def heard(self) -> None:
+        """It was an average to which this was told."""
+        for told in self._told:
+            told.clear()
+
+    def _places(self, i: int, o: int) -> list[tuple[Parameter, Tensor, Mapping[str, Any]]]:
+        """Worker i's parameters that the optimizer has: each with its part of the row, and its group."""
         row = self._before[i]
         if row is None:
             with torch.inference_mode(False):
                 row = torch.zeros(self._rows.width, dtype=self._rows.dtype, device=self._rows.device)
             self._before[i] = row
-        named = self._rows.workers[i].values()
-        return [part.view(p.shape) for part, p in zip(row.split([p.numel() for p in named]), named)]
+        params = list(self._rows.workers[i].values())
+        parts, groups = row.split([p.numel() for p in params]), self._optimizers[o].param_groups
+        return [(params[k], parts[k].view(params[k].shape), groups[g]) for k, g in self._owned[i][o]]
 
-    def _moved(self, params: Sequence[Parameter], differences: Sequence[Tensor]) -> Tensor | None:
-        """The squared distance that gradients with these differences carry the model apart, at lr 1 of the first group;
-        None: that cannot be told yet."""
-        places = {id(p): k for k, p in enumerate(params)}
-        first = float(self._optimizers[0].param_groups[0]["lr"])
+    def _moved(self, i: int, o: int) -> Tensor | None:
+        """The squared distance that the differences of these gradients carry the model apart, at lr 1 of the first
+        group; None: that cannot be told."""
+        optimizer, first = self._optimizers[o], float(self._optimizers[0].param_groups[0]["lr"])
         if not first:
             return None
         squares: list[Tensor] = []
-        for optimizer in self._optimizers:
-            scale = 1.0 / float(getattr(optimizer, "grad_scale", None) or 1.0)  # a fused one's gradients are scaled yet
-            for group in optimizer.param_groups:
-                weight = scale * _weight(group) * float(group["lr"]) / first
-                for p in group["params"]:
-                    if id(p) not in places:
-                        continue
-                    difference = _preconditioned(differences[places[id(p)]], optimizer.state.get(p, {}), group)
-                    if difference is None:
-                        return None
-                    squares.append((torch.linalg.vector_norm(difference) * weight).square())
-        return torch.stack(squares).double().sum()
+        for p, before, group in self._places(i, o):
+            grad, state = _gradient(p, optimizer), optimizer.state.get(p, {})
+            if not _is_known(p, state, group):
+                self._warn(optimizer)
+                return None
+            now = torch.zeros_like(before) if grad is None else grad.to(before.dtype)
+            difference = before - now
+            if "betas" in group:
+                difference /= _root(before, now, state, group)
+            weight = _weight(group) * float(group["lr"]) / first
+            squares.append((torch.linalg.vector_norm(difference) * weight).double().square())
+        return torch.stack(squares).sum()
+
+    def _warn(self, optimizer: Optimizer) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the schedule asks how far the scatter of gradients carries a model, which is known for optimizers of "
+                f"SGD's and of Adam's kind, and not for {type(optimizer).__name__}: auto() stays at a period of 1; use "
+                "a schedule such as every(8)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to go on as if it had not stopped."""
         return {
             "before": [None if row is None else row.clone() for row in self._before],
-            "at": list(self._at),
+            "at": [list(at) for at in self._at],
             "found": [[float(value) for value in of_worker] for of_worker in self._found],
         }
 
@@ -106,37 +143,61 @@ class GradientNoise:
         for name in ("before", "at", "found"):
             if len(state[name]) != hosted:
                 raise ValueError(f"the state has {len(state[name])} gradients {name} for {hosted} workers")
+        for at in state["at"]:
+            if len(at) != len(self._optimizers):
+                raise ValueError(f"the state is of a run with {len(at)} optimizers, this has {len(self._optimizers)}")
         for row in state["before"]:
             if row is not None:
                 check_tensor("a gradient", row, (self._rows.width,), self._rows.dtype)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._before = [None if row is None else row.clone() for row in state["before"]]
-        self._at = [int(steps) for steps in state["at"]]
+        device = self._rows.device
+        self._before = [None if row is None else row.to(device, copy=True) for row in state["before"]]
+        self._at = [[int(steps) for steps in at] for at in state["at"]]
         self._found = [
             [torch.tensor(float(value), dtype=torch.float64) for value in of_worker] for of_worker in state["found"]
         ]
 
 
-def _dense(grad: Tensor) -> Tensor:
-    return grad.to_dense() if grad.is_sparse else grad
+def _owned(optimizer: Optimizer, named: Mapping[str, Parameter]) -> list[tuple[int, int]]:
+    numbers = {id(p): k for k, p in enumerate(named.values())}
+    groups = enumerate(optimizer.param_groups)
+    return [(numbers[id(p)], g) for g, group in groups for p in group["params"] if id(p) in numbers]
+
+
+def _gradient(p: Parameter, optimizer: Optimizer) -> Tensor | None:
+    """As the optimizer will use it: GradScaler leaves it to a fused one to divide by the scale, which may have changed
+    since the step before."""
+    if p.grad is None:
+        return None
+    grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    scale = getattr(optimizer, "grad_scale", None)
+    return grad if scale is None else grad.to(torch.promote_types(grad.dtype, torch.float32)) / float(scale)
+
+
+def _is_known(p: Parameter, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+    """Does its optimizer move a parameter as SGD or Adam does? By what it takes and keeps, as classes are many."""
+    if "betas" in group:
+        return "eps" in group and (not state or "exp_avg_sq" in state)
+    kept = (name for name, value in state.items() if isinstance(value, Tensor) and value.shape == p.shape)
+    return "eps" not in group and all(name == "momentum_buffer" or p.dim() == 0 for name in kept)
 
 
 def _weight(group: Mapping[str, Any]) -> float:
     """How far a gradient moves the model in the end, in units of the lr: sum_k m^k = 1 / (1 - m) with momentum m."""
-    momentum = group.get("momentum") or 0.0
-    return float((1 - (group.get("dampening") or 0.0)) / (1 - momentum)) if momentum < 1 else 1.0
+    momentum = float(group.get("momentum") or 0.0)
+    if not 0 < momentum < 1:
+        return 1.0
+    return (1 - float(group.get("dampening") or 0.0)) / (1 - momentum)
 
 
-def _preconditioned(difference: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor | None:
-    """As an optimizer of Adam's kind divides gradients; None before its first step."""
-    if "betas" not in group:
-        return difference
-    square = state.get("exp_avg_sq")
-    if square is None:
-        return None
-    correction = 1 - float(group["betas"][1]) ** float(state.get("step", 0))
-    if not correction:
-        return None
-    root: Tensor = (square / correction).sqrt()
-    return difference / (root + float(group.get("eps", 0.0)))
+def _root(before: Tensor, now: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
+    """By what an optimizer of Adam's kind divides gradients.
+
+    Where it starts afresh at every average its mean square is of a few gradients; if it has none, it is of these two.
+    """
+    kept, steps = state.get("max_exp_avg_sq", state.get("exp_avg_sq")), float(state.get("step", 0))
+    square: Tensor = (before.square() + now.square()) / 2
+    if kept is not None and steps:
+        square = kept.to(before.dtype) / (1 - float(group["betas"][1]) ** steps)
+    return square.sqrt() + max(float(group["eps"]), torch.finfo(before.dtype).tiny)

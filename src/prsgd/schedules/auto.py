@@ -41,8 +41,8 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
     >>> with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.auto()) as local:
     ...     for step in range(200):
     ...         optimizer.zero_grad()
-    ...         x = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(step))
-    ...         losses = fleet.backward(torch.nn.functional.mse_loss, x, x.sum(dim=2, keepdim=True))
+    ...         x, noise = torch.randn(2, 4, 8, 4, generator=torch.Generator().manual_seed(step))
+    ...         losses = fleet.backward(torch.nn.functional.mse_loss, x, x.sum(dim=2, keepdim=True) + noise[..., :1])
     ...         optimizer.step()
     >>> local.records[0].period, local.records[-2].period > 1
     (1, True)
@@ -59,28 +59,31 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
         object.__setattr__(self, "longest", whole_number("longest", self.longest, at_least=1))
 
     def open(self, now: Now) -> Round:
-        period, before = (int(now.learned.get(name, 1)) for name in ("period", "before"))
+        period, before = _planned(now.learned, now.round), _planned(now.learned, now.round - 1)
         if period == before:
             return Round(steps=period)
         drift, target = now.learned["drift"], now.learned["target"]
         return Round(steps=period, reason=f"drift {drift:.3g}, target {target:.3g}: period {before} to {period}")
 
     def learn(self, learned: Mapping[str, float], record: Record, lr: float) -> Mapping[str, float]:
-        """The numbers by which the next rounds open: ``period``, that ``before``, and what it was chosen by."""
+        """The numbers by which the next rounds open: the ``period`` from the round ``since`` on, that ``before``, and
+        what it was chosen by."""
         found = dict(learned)
         found["before"] = found.setdefault("period", 1.0)
+        found["since"] = record.round + 2.0  # the round after the record's is over: its average has brought the numbers
         found["largest_lr"] = max(found.get("largest_lr", 0.0), lr)
         if record.noise is not None:
             found["noise"] = OLD * found.get("noise", record.noise) + (1 - OLD) * record.noise
         n = record.workers
-        if "noise" not in found or record.drift is None or n < 2 or not (lr > 0 and record.lr > 0) or not record.period:
+        if "noise" not in found or record.drift is None or n < 2 or not (lr > 0 and record.lr > 0):
             return found
         # Of the workers' common expectation, from which their mean is off by a share of 1/n; at the lr to come.
         drift = record.drift * n / (n - 1) * (lr / record.lr) ** 2
         # The record's noise is s^2 / (1 - m)^2, so that lr / (1 - m) s^2 / L is lr * largest_lr * noise.
         target = self.tolerance * lr * (self.largest_lr or found["largest_lr"]) * found["noise"] / n
         if math.isfinite(drift) and math.isfinite(target):
-            wanted = self._next(int(found["period"]), record.period, drift, target)
+            # As it was planned: a process whose workers have run out of data sees no period in its record.
+            wanted = self._next(int(found["period"]), _planned(learned, record.round), drift, target)
             found |= {"period": float(wanted), "drift": drift, "target": target}
         return found
 
@@ -92,3 +95,8 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
 
     def check(self, num_workers: int, overlap: int) -> None:
         """Every overlap works: it is clamped to the round's length, and the record holds the one used."""
+
+
+def _planned(learned: Mapping[str, float], round: int) -> int:
+    """The period of a round, the newest or one before that."""
+    return int(learned.get("period" if round >= learned.get("since", 1) else "before", 1))

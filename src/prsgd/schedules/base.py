@@ -77,9 +77,10 @@ class SharesSpeed(Schedule):
 class Learns(Schedule):
     """A schedule that goes by what happened: how far the workers drift apart, and how much their gradients scatter.
 
-    The averages' headers carry both numbers, so ``Record.drift`` and ``Record.noise`` are the same in every process.
-    Every process shows every record to ``learn``, also one whose workers have run out of data, so that all workers'
-    rounds stay alike.
+    The averages' headers carry both numbers, and every process shows every record to ``learn``, also one whose workers
+    have run out of data, so that all workers' rounds stay alike. For that ``learn`` may go by ``round``, ``workers``,
+    ``drift``, ``loss``, ``samples``, ``noise`` and ``lr`` (the workers' mean at that average), which are the same in
+    every process; ``step``, ``period`` and ``overlap`` are a process's own, and 0 where its workers had no data.
     """
 
     def learn(self, learned: Mapping[str, float], record: Record, lr: float) -> Mapping[str, float]:
