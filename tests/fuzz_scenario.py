@@ -15,13 +15,11 @@ from prsgd.schedules.base import Now
 NAN_PLACES = ("parameters", "gradient", "after", "buffers", "infinite")
 """Before the update, in the gradient alone, between this batch and what comes next, in the model's floating buffers
 alone; infinities in the parameters before the update."""
-_NAMES: dict[str, Any] = {"bfloat16": torch.bfloat16, "float16": torch.float16} | {
-    name: getattr(prsgd, name)
-    for name in (
-        "every", "per_worker", "growing", "once", "post_local", "quadratic", "auto",
-        "mean", "outer", "easgd", "gossip", "quantized", "sparse",
-    )
-}  # fmt: skip
+_NAMES: dict[str, Any] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    **{name: getattr(prsgd, name) for name in prsgd.__all__},
+}
 
 
 CLAMPING = ("growing", "post_local", "quadratic", "auto")

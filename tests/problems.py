@@ -10,6 +10,14 @@ from torch import Tensor, nn
 
 import prsgd
 
+CHANGING: dict[str, prsgd.Schedule] = {
+    "growing": prsgd.growing(lr_scale=0.05),
+    "post-local": prsgd.post_local(5, 3),
+    "quadratic": prsgd.quadratic(0.4, 1),
+    "auto": prsgd.auto(tolerance=40.0),
+}
+"""One of each kind of schedule whose rounds change: the suites that try all schedules take them from here."""
+
 
 class Point(nn.Module):
     """A number x with the loss (x - b)^2 / 2, whose gradient is x - b: trajectories can be worked by hand."""

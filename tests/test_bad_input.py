@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import prsgd
-from tests.problems import Point, batch, itself, model
+from tests.problems import CHANGING, Point, batch, itself, model
 
 
 def sgd(net: nn.Module | prsgd.Fleet) -> torch.optim.SGD:
@@ -43,10 +43,7 @@ def test_overlap(overlap: Any) -> None:
         (prsgd.per_worker([7]), None),
         (prsgd.per_worker([3]), "overlap must be at most the smallest period 3, got 5"),
         (prsgd.per_worker([8, 8]), "periods must have one entry per worker: 1 workers, got 2"),
-        (prsgd.growing(), None),
-        (prsgd.post_local(3, 2), None),
-        (prsgd.quadratic(0.1, 2), None),
-        (prsgd.auto(), None),
+        *((schedule, None) for schedule in CHANGING.values()),
         (prsgd.once(), None),
     ],
 )

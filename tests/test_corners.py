@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import prsgd
-from tests.problems import batch, model, take_step
+from tests.problems import CHANGING, batch, model, take_step
 from tests.ranks import run_ranks
 from tests.test_no_wrong_model import EVERY, cross_entropy, flat, rank_all, step_of
 
@@ -79,13 +79,7 @@ def epochs_of(rank: int, schedule: Any, overlap: int) -> list[float]:
 
 def test_epochs_leave_all_workers_at_the_same_point() -> None:
     cases = [
-        (prsgd.growing(lr_scale=0.05), 0),
-        (prsgd.growing(lr_scale=0.05), 1),
-        (prsgd.post_local(5, 3), 0),
-        (prsgd.post_local(5, 3), 1),
-        (prsgd.quadratic(0.2, 1), 1),
-        (prsgd.auto(tolerance=40.0), 0),
-        (prsgd.auto(tolerance=40.0), 2),
+        *((schedule, overlap) for schedule in CHANGING.values() for overlap in (0, 1, 2)),
         (prsgd.per_worker([2, 3]), 1),
         (prsgd.per_worker([3, 7]), 2),
         (prsgd.every(1), 1),

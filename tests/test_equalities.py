@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import prsgd
-from tests.problems import batch, model, train_fleet, train_model
+from tests.problems import CHANGING, batch, model, train_fleet, train_model
 from tests.ranks import run_ranks
 
 cross_entropy = nn.functional.cross_entropy
@@ -121,14 +121,8 @@ CASES: dict[str, dict[str, Any]] = {
     "every 4, overlap 1": {"schedule": prsgd.every(4), "overlap": 1},
     "every 4, overlap 3": {"schedule": prsgd.every(4), "overlap": 3},
     "every 3, overlap 3": {"schedule": prsgd.every(3), "overlap": 3},
-    "growing": {"schedule": prsgd.growing(lr_scale=0.05)},
-    "growing, overlap 2": {"schedule": prsgd.growing(lr_scale=0.05), "overlap": 2},
-    "post-local": {"schedule": prsgd.post_local(5, 3)},
-    "post-local, overlap 2": {"schedule": prsgd.post_local(5, 3), "overlap": 2},
-    "quadratic": {"schedule": prsgd.quadratic(0.4, 1)},
-    "quadratic, overlap 1": {"schedule": prsgd.quadratic(0.4, 1), "overlap": 1},
-    "auto": {"schedule": prsgd.auto(tolerance=40.0)},
-    "auto, overlap 2": {"schedule": prsgd.auto(tolerance=40.0), "overlap": 2},
+    **{name: {"schedule": schedule} for name, schedule in CHANGING.items()},
+    **{f"{name}, overlap 2": {"schedule": schedule, "overlap": 2} for name, schedule in CHANGING.items()},
     "momentum averaged": {"schedule": prsgd.every(4), "optimizer_state": "average"},
     "momentum reset, by steps": {
         "schedule": prsgd.every(4),

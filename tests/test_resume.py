@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import prsgd
-from tests.problems import batch, model, take_step
+from tests.problems import CHANGING, batch, model, take_step
 from tests.ranks import run_ranks
 
 CASES: list[dict[str, Any]] = [
@@ -19,15 +19,10 @@ CASES: list[dict[str, Any]] = [
     {"schedule": prsgd.every(4), "overlap": 1},
     {"schedule": prsgd.every(4), "overlap": 3},
     {"schedule": prsgd.every(3), "overlap": 3},
-    {"schedule": prsgd.growing(lr_scale=0.05), "overlap": 1},
     {"schedule": prsgd.per_worker([5, 2]), "overlap": 2},
     {"schedule": prsgd.every(4), "optimizer_state": "average", "overlap": 1},
     {"schedule": prsgd.once()},
-    {"schedule": prsgd.post_local(5, 3)},
-    {"schedule": prsgd.post_local(5, 3), "overlap": 2},
-    {"schedule": prsgd.quadratic(0.4, 1), "overlap": 1},
-    {"schedule": prsgd.auto(tolerance=40.0)},
-    {"schedule": prsgd.auto(tolerance=40.0), "overlap": 2},
+    *({"schedule": schedule, "overlap": overlap} for schedule in CHANGING.values() for overlap in (0, 2)),
 ]
 
 

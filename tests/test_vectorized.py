@@ -11,17 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import prsgd
-from tests.problems import batch, model, take_step, train_fleet
+from tests.problems import CHANGING, batch, model, take_step, train_fleet
 
 cross_entropy = nn.functional.cross_entropy
 SCHEDULES: list[dict[str, Any]] = [
     {"schedule": prsgd.every(4)},
     {"schedule": prsgd.every(4), "overlap": 2},
-    {"schedule": prsgd.growing(lr_scale=0.05)},
     {"schedule": prsgd.per_worker([5, 1, 3, 2]), "overlap": 1},
     {"schedule": prsgd.once()},
-    {"schedule": prsgd.post_local(4, 3), "overlap": 1},
-    {"schedule": prsgd.auto(tolerance=40.0), "overlap": 1},
+    *({"schedule": schedule, "overlap": 1} for schedule in CHANGING.values()),
 ]
 
 

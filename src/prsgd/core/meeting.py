@@ -49,7 +49,7 @@ class Meeting:
         else:
             average.landing, averages.apart = self._rescued(landing, look=False), self._apart_after(landing)
             landing = average.landing
-            if landing.target is None and landing.header.sums.workers:
+            if landing.target is None and landing.header.sums.workers and any(landing.header.steps):
                 warnings.warn(
                     f"round {self._books.round + 1}: the weights of all workers are 0 (or so small that float32 knows "
                     "none), so nothing was averaged",
