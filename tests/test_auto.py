@@ -381,14 +381,15 @@ def test_the_rule_with_momentum_and_by_samples() -> None:
         assert max(r.period for r in full) > 1
 
 
+def longest_in(local: prsgd.LocalSGD, first: int, last: int) -> int:
+    return max(record.period for record in local.records[:-1] if first <= record.step <= last)
+
+
 def test_a_lower_lr_gives_longer_rounds_and_a_higher_one_shorter() -> None:
     _, drops = descend(4, LRS["drops"], schedule=prsgd.auto())
-    _, rises = descend(4, LRS["rises"], schedule=prsgd.auto())
-    at = [[max(r.period for r in run.records if low <= r.step <= high) for low, high in ((100, 150), (200, 250))]
-          for run in (drops, rises)]  # fmt: skip
-    assert at[0][1] > 2 * at[0][0]
-    _, given = descend(4, LRS["rises"], schedule=prsgd.auto(largest_lr=0.16))
-    assert max(r.period for r in given.records[:-1] if r.step <= 150) > 4 * given.records[-2].period
+    assert longest_in(drops, 200, 250) > 2 * longest_in(drops, 100, 150)
+    _, rises = descend(4, LRS["rises"], schedule=prsgd.auto(largest_lr=0.16))
+    assert longest_in(rises, 100, 150) > 4 * longest_in(rises, 300, 350)
 
 
 def a_record(**changes: Any) -> Record:

@@ -38,12 +38,14 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
     >>> import torch, prsgd
     >>> fleet = prsgd.Fleet(torch.nn.Linear(4, 1), num_workers=4)
     >>> optimizer = torch.optim.SGD(fleet.parameters(), lr=0.05)
+    >>> falling = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100, gamma=0.1)
     >>> with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.auto()) as local:
     ...     for step in range(200):
     ...         optimizer.zero_grad()
     ...         x, noise = torch.randn(2, 4, 8, 4, generator=torch.Generator().manual_seed(step))
     ...         losses = fleet.backward(torch.nn.functional.mse_loss, x, x.sum(dim=2, keepdim=True) + noise[..., :1])
     ...         optimizer.step()
+    ...         falling.step()
     >>> local.records[0].period, local.records[-2].period > 1
     (1, True)
     """
