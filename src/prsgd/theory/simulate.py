@@ -158,8 +158,8 @@ def _run(
     total = np.zeros(seeds)
     drift = np.empty(len(lrs))
     closes = {end - overlap for end in ends} if workers > 1 else set()  # one alone has nobody to average with
-    # The arrays are small, and a call into numpy costs more than its arithmetic: what does not depend on the step before,
-    # random numbers and what is measured, is done for a block of steps at once, with the same numbers as one by one.
+    # The arrays are small, and a call into numpy costs more than its arithmetic: what does not depend on the step
+    # before, random numbers and what is measured, is done for a block of steps, with the same numbers as one by one.
     block = max(1, BLOCK // x.size)
     for begin in range(0, len(lrs), block):
         now = lrs[begin : begin + block]
