@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
-from tests.ranks import warmed
+from prsgd import files
+from prsgd.report import figures, page
+from prsgd.report.figures.base import Picture
+from tests.ranks import warm_context
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("busy", deadline=None)  # how long an example takes is the machine's affair
@@ -27,13 +34,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported by now stays: collections, of which tests ask for many, need not look at it
+
+
+_drawn: dict[tuple[str, bytes], list[tuple[str, bytes]]] = {}
+
+
+@pytest.fixture(scope="module")
+def drawn_once() -> Iterator[None]:
+    """Pages with the same numbers share their figures, which take longer than all the rest of a page: the same numbers
+    give the same bytes (test_figures_are_drawn_and_the_same_twice)."""
+
+    def draw_once(pictures: Sequence[Picture[Any]], folder: Path) -> list[Path]:
+        paths = []
+        for picture in pictures:
+            key = picture.name, pickle.dumps(picture.numbers)
+            if key not in _drawn:
+                _drawn[key] = [(path.name, path.read_bytes()) for path in figures.draw([picture], folder)]
+            (folder / files.FIGURES).mkdir(parents=True, exist_ok=True)
+            for name, content in _drawn[key]:
+                paths.append(folder / files.FIGURES / name)
+                paths[-1].write_bytes(content)
+        return paths
+
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(page, "draw", draw_once)
+        yield
+
+
 @pytest.fixture
 def warm_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """``launch()`` and the pool of a comparison fork a server that has imported torch: for tests of what their
     processes do, and not of how they start and end."""
-    get_context = multiprocessing.get_context
-
-    def instead(method: str | None = None) -> Any:
-        return warmed() if method == "spawn" else get_context(method)
-
-    monkeypatch.setattr(multiprocessing, "get_context", instead)
+    monkeypatch.setattr(multiprocessing, "get_context", warm_context)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import multiprocessing
 import os
 import pickle
+import runpy
+import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,12 +34,36 @@ def warmed() -> Any:
     A rank's own imports would take 2 s of a core (an optimizer's first step imports torch._dynamo), and there are more
     than a thousand ranks.
     """
-    context = multiprocessing.get_context("forkserver")
+    context = _get_context("forkserver")
     ours = sorted(name for name in sys.modules if name.startswith("tests."))
     context.set_forkserver_preload(
-        ["torch._dynamo", "prsgd.comm.joining", "prsgd.lab.processes", "prsgd.cli.train", *ours]
+        [
+            "torch._dynamo",
+            "torch.distributed.run",
+            "prsgd.comm.joining",
+            "prsgd.lab.processes",
+            "prsgd.cli.train",
+            *ours,
+            "tests.frozen",
+        ]
     )
-    return context  # once the server runs, it stays as it is
+    # Here, and not with the first process: launch() starts that one with SIGINT blocked, which the server, and every
+    # rank after it, would inherit. Once the server runs, it stays as it is.
+    forkserver.ensure_running()
+    return context
+
+
+def warm_context(method: str | None = None) -> Any:
+    """In the place of ``multiprocessing.get_context``: new interpreters are forks of the server."""
+    return warmed() if method == "spawn" else _get_context(method)
+
+
+_get_context = multiprocessing.get_context
+
+
+def warm_launch() -> None:
+    """For a command's ``first``: what it starts are forks of the server, as with the fixture of this name."""
+    multiprocessing.get_context = warm_context
 
 
 def free_port() -> int:
@@ -144,29 +172,123 @@ def run_command(
     >>> run_command("--version", cwd=Path()).stdout.split()[0]
     'prsgd'
     """
-    with TemporaryDirectory() as place:
-        said = [Path(place, name) for name in ("stdout", "stderr")]
-        process = warmed().Process(target=_command, args=(args, cwd, said, first))
-        process.start()
-        try:
-            process.join(timeout_seconds)
-            if process.is_alive():
-                raise subprocess.TimeoutExpired(["prsgd", *args], timeout_seconds, *(path.read_text() for path in said))
-        finally:
-            process.kill()
-            process.join()
-        out, err = (path.read_text() for path in said)
-    return subprocess.CompletedProcess(["prsgd", *args], process.exitcode, out, err)
+    with Program(command, *args, cwd=cwd, first=first) as program:
+        out, err = program.communicate(timeout_seconds)
+    return subprocess.CompletedProcess(["prsgd", *args], program.process.exitcode, out, err)
 
 
-def _command(args: tuple[str, ...], cwd: Path, said: list[Path], first: Callable[[], None] | None) -> None:
-    for number, path in enumerate(said, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    os.chdir(cwd)
-    os.environ.update(OMP_NUM_THREADS="1", COLUMNS="80")
-    sys.argv = ["prsgd", *args]
-    if first is not None:
-        first()
+def command(*args: str) -> Any:
+    """What the script ``prsgd`` does."""
     from prsgd.cli import main
 
-    sys.exit(main())
+    sys.argv = ["prsgd", *args]
+    return main()
+
+
+def script(path: str, *args: str) -> None:
+    """What ``python PATH ARGS`` does."""
+    sys.argv = [path, *args]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+def torchrun(*args: str, cwd: Path, timeout_seconds: float = 250.0) -> subprocess.CompletedProcess[str]:
+    """``torchrun ARGS``: its ranks are interpreters of their own, and it itself need not import torch first."""
+    with Program(_torchrun, *args, cwd=cwd) as program:
+        out, err = program.communicate(timeout_seconds)
+    return subprocess.CompletedProcess(["torchrun", *args], program.process.exitcode, out, err)
+
+
+def _torchrun(*args: str) -> None:
+    from torch.distributed.run import main
+
+    sys.argv = ["torchrun", *args]
+    main()
+
+
+class Program:
+    """``fn(*args)`` as a program that is watched from outside, like subprocess.Popen, but that need not import torch
+    first; ``first`` is called in it before. With ``to_the_end`` its interpreter ends as it does after a script, with
+    the functions that run at exit and the destructors of what is left. When the block ends it is killed.
+
+    >>> with Program(print, "here", cwd=Path()) as program:
+    ...     program.communicate(60), program.poll()
+    (('here\\n', ''), 0)
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *args: str,
+        cwd: Path,
+        first: Callable[[], None] | None = None,
+        env: Mapping[str, str] | None = None,
+        to_the_end: bool = False,
+    ) -> None:
+        self.args = args
+        self._place = TemporaryDirectory()
+        self._said = [Path(self._place.name, name) for name in ("stdout", "stderr")]
+        more = (cwd, self._said, first, dict(env or {}), to_the_end)
+        self.process = warmed().Process(target=_program, args=(fn, args, *more))
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid  # type: ignore[no-any-return]  # warmed() is Any
+
+    def poll(self) -> int | None:
+        return self.process.exitcode  # type: ignore[no-any-return]
+
+    def send_signal(self, which: signal.Signals) -> None:
+        os.kill(self.pid, which)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it said on stdout and stderr, once it has ended."""
+        self.process.join(timeout)
+        out, err = (path.read_text() if path.exists() else "" for path in self._said)
+        if self.process.is_alive():
+            raise subprocess.TimeoutExpired(list(self.args), timeout, out, err)
+        return out, err
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.join()
+        self._place.cleanup()
+
+
+def _program(
+    fn: Callable[..., Any],
+    args: tuple[str, ...],
+    cwd: Path,
+    said: list[Path],
+    first: Callable[[], None] | None,
+    env: dict[str, str],
+    to_the_end: bool,
+) -> None:
+    for number, path in enumerate(said, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.chdir(cwd)
+    os.environ.update({"OMP_NUM_THREADS": "1", "COLUMNS": "80", **env})
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    code = 0
+    try:
+        if first is not None:
+            first()
+        result = fn(*args)
+        code = result if isinstance(result, int) else 0
+    except SystemExit as stopped:
+        code = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
+        if isinstance(stopped.code, str):
+            print(stopped.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if to_the_end:
+        ctypes.pythonapi.Py_Exit(code)
+    sys.exit(code)  # what multiprocessing runs leaves without more ado

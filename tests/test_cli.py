@@ -25,6 +25,8 @@ from prsgd.cli.running import interruptible
 from prsgd.clocks.trace import Span, to_chrome
 from prsgd.lab.config import Config
 from prsgd.lab.folder import claim, write_comparison
+from tests import ranks
+from tests.ranks import Program, torchrun, warm_launch
 from tests.ranks import run_command as prsgd
 from tests.test_report import make_run
 
@@ -145,35 +147,22 @@ def test_folders_are_not_overwritten(tmp_path: Path) -> None:
 
 
 @contextmanager
-def started(*args: str, cwd: Path, until: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+def started(*args: str, cwd: Path, until: str) -> Iterator[Program]:
     """A command that runs on, once it has made a file like ``until``; ended in any case."""
-    command = [sys.executable, "-m", "prsgd", *args]
-    with subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment(),
-        text=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
-        **options,
-    ) as process:
-        try:
-            limit = time.monotonic() + 120
-            while not list(cwd.glob(until)):
-                assert process.poll() is None, process.communicate()[1]
-                assert time.monotonic() < limit, f"no {until} in time"
-                time.sleep(0.02)
-            yield process
-        finally:
-            process.kill()
+    with Program(ranks.command, *args, cwd=cwd) as program:
+        limit = time.monotonic() + 120
+        while not list(cwd.glob(until)):
+            assert program.poll() is None, program.communicate(1)[1]
+            assert time.monotonic() < limit, f"no {until} in time"
+            time.sleep(0.02)
+        yield program
 
 
-def told_to_stop(process: subprocess.Popen[str]) -> str:
+def told_to_stop(program: Program) -> str:
     """What it says when it gets Ctrl-C."""
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 130, said
+    program.send_signal(signal.SIGINT)
+    _, said = program.communicate(120)
+    assert program.poll() == 130, said
     assert "Traceback" not in said
     return said
 
@@ -185,14 +174,14 @@ def wait_for_the_end_of(processes: list[Path]) -> None:
         time.sleep(0.1)
 
 
-def children_of(process: subprocess.Popen[str]) -> list[Path]:
-    found = running_children(process)
+def children_of(program: Program) -> list[Path]:
+    found = running_children(program.pid)
     assert found
     return found
 
 
-def running_children(process: subprocess.Popen[str]) -> list[Path]:
-    return [Path("/proc") / n for n in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+def running_children(pid: int) -> list[Path]:
+    return [Path("/proc") / number for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 LONG = ["--workers", "8", "--epochs", "30", "--overlap", "2"]
@@ -284,20 +273,17 @@ def test_a_damaged_checkpoint_is_named_and_a_newer_one_refused(tmp_path: Path) -
 
 
 def test_torchrun_is_processes(tmp_path: Path) -> None:
-    torchrun = Path(sys.executable).with_name("torchrun")
-    command = [str(torchrun), "--nproc-per-node", "2", "-m", "prsgd", "train", *QUICK]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False, env=environment()
-    )
+    done = torchrun("--nproc-per-node", "2", "-m", "prsgd", "train", *QUICK, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     [folder] = (tmp_path / "runs").iterdir()
-    assert prsgd("train", *QUICK, "--processes", "2", "--out", "a", cwd=tmp_path).returncode == 0
+    more = ["--processes", "2", "--out", "a"]
+    assert prsgd("train", *QUICK, *more, cwd=tmp_path, first=warm_launch).returncode == 0
     assert summary(folder)["weights_sha256"] == summary(tmp_path / "a")["weights_sha256"]
 
 
 def test_compare_ends_with_table_verdict_and_report_and_goes_on(tmp_path: Path) -> None:
     args = ["compare", "--workers", "4", "--epochs", "3", "--period", "1", "8", "--seeds", "2"]
-    done = prsgd(*args, "--out", "c", "--tensorboard", cwd=tmp_path)
+    done = prsgd(*args, "--out", "c", "--tensorboard", cwd=tmp_path, first=warm_launch)
     assert done.returncode == 0, done.stderr
     assert "report: c/report.html" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
@@ -308,7 +294,7 @@ def test_compare_ends_with_table_verdict_and_report_and_goes_on(tmp_path: Path) 
     assert prsgd(*args, "--out", "c", cwd=tmp_path).returncode == 2
     before = summary(tmp_path / "c" / runs[0])
     (tmp_path / "c" / runs[0] / "summary.json").unlink()
-    again = prsgd("compare", "--resume", "c", "--json", cwd=tmp_path)
+    again = prsgd("compare", "--resume", "c", "--json", cwd=tmp_path, first=warm_launch)
     assert again.returncode == 0, again.stderr
     found = json.loads(again.stdout)
     assert len(found["runs"]) == 4
@@ -327,15 +313,28 @@ def test_ctrl_c_stops_a_comparison_and_no_process_is_left(tmp_path: Path) -> Non
 
 
 def test_ctrl_c_while_the_processes_start(tmp_path: Path) -> None:
-    """A terminal sends it to all of them, and they are busy with importing."""
-    with started("compare", *MANY, cwd=tmp_path, until="c/compare.json", start_new_session=True) as process:
-        limit = time.monotonic() + 120
-        while len(children := running_children(process)) < 3:  # two runs, and what keeps track of shared things
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < limit, "no processes in time"
-            time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=120)
+    """A terminal sends it to all of them, and they are busy with importing. This one is all as a user starts it."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "prsgd", "compare", *MANY],
+        cwd=tmp_path,
+        env=environment(),
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        start_new_session=True,
+    ) as process:
+        try:
+            limit = time.monotonic() + 120
+            # Two runs, and what keeps track of shared things.
+            while len(children := running_children(process.pid)) < 3 or not (tmp_path / "c/compare.json").exists():
+                assert process.poll() is None, process.communicate()[1]
+                assert time.monotonic() < limit, "no processes in time"
+                time.sleep(0.01)
+            os.killpg(process.pid, signal.SIGINT)
+            _, said = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 130, said
     assert "Traceback" not in said
     assert "failed" not in said
@@ -347,7 +346,7 @@ def test_a_comparison_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     with started("compare", *MANY, cwd=tmp_path, until="c/*/checkpoints/step-*") as process:
         children = children_of(process)
         process.kill()
-        process.communicate(timeout=120)
+        process.communicate(120)
     wait_for_the_end_of(children)
 
 
@@ -355,7 +354,7 @@ def test_one_run_that_fails_does_not_spoil_the_others(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     write_comparison(tmp_path / "c", variants({"workers": 2, "epochs": 1, "period": [1, 4], "seeds": [1]}))
     (tmp_path / "c" / "pr-sgd-period-4-seed-0").write_text("in the way")
-    done = prsgd("compare", "--resume", "c", cwd=tmp_path)
+    done = prsgd("compare", "--resume", "c", cwd=tmp_path, first=warm_launch)
     assert done.returncode == 1
     assert "pr-sgd period 4, seed 0: failed" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("prsgd compare: error: 1 run failed")
@@ -420,11 +419,8 @@ def test_overwriting_a_comparison_is_all_or_nothing(
 
 
 def test_torchrun_with_more_processes_than_workers_is_refused(tmp_path: Path) -> None:
-    torchrun = Path(sys.executable).with_name("torchrun")
-    command = [str(torchrun), "--nproc-per-node", "2", "-m", "prsgd", "train", "--workers", "1", "--out", "a"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False, env=environment()
-    )
+    args = ["--nproc-per-node", "2", "-m", "prsgd", "train", "--workers", "1", "--out", "a"]
+    done = torchrun(*args, cwd=tmp_path)
     assert done.returncode != 0
     assert done.stderr.count("processes must be at most the number of workers 1, got 2") == 1
     assert not (tmp_path / "a").exists()
@@ -446,6 +442,7 @@ def test_variants() -> None:
         variants({"method": ["one-shot"], "period": [4]})
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_a_report_of_several_folders_goes_to_a_new_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -467,6 +464,7 @@ def test_a_report_of_several_folders_goes_to_a_new_place(
     assert all(Path(place).parent.match("runs/report-*") for place in places[:2])
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_a_reports_baseline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

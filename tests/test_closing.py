@@ -9,7 +9,10 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from torch import nn
 import prsgd
 from prsgd.comm import connection, sockets
 from tests.problems import batch, model, train_fleet, train_model
-from tests.ranks import free_port, run_ranks
+from tests.ranks import Program, free_port, run_ranks, script
 
 SCRIPT = """
 import sys
@@ -65,15 +68,25 @@ else:
 """
 
 
-def start_ranks(script: Path, num_ranks: int, *args: str, **more: str) -> list[subprocess.Popen[str]]:
+def environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """As torchrun would make it."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+    }
+
+
+def interpreters(path: Path, num_ranks: int, *args: str, **more: str) -> list[subprocess.Popen[str]]:
     """A script of the user's own, as torchrun would start it."""
     port = free_port()
     root = Path(__file__).parent.parent
-    common = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "MASTER_ADDR": "127.0.0.1", **more}
+    common = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", **more}
     return [
         subprocess.Popen(
-            [sys.executable, str(script), *args],
-            env={**common, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(num_ranks)},
+            [sys.executable, str(path), *args],
+            env={**common, **environment(rank, num_ranks, port)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -82,34 +95,44 @@ def start_ranks(script: Path, num_ranks: int, *args: str, **more: str) -> list[s
     ]
 
 
+def forked(path: Path, num_ranks: int, *args: str) -> list[Program]:
+    """The same without new imports, which take more than all the rest."""
+    port = free_port()
+    return [
+        Program(script, str(path), *args, cwd=path.parent, env=environment(rank, num_ranks, port), to_the_end=True)
+        for rank in range(num_ranks)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("shape", "num_ranks", "kind"),
+    ("shape", "num_ranks", "kind", "start"),
     [
-        ("all-reduce", 2, "late"),
-        ("all-reduce", 3, "meanwhile"),
-        ("all-reduce", 2, "started"),
-        ("parameter-server", 3, "late"),
-        ("parameter-server", 2, "meanwhile"),
+        ("all-reduce", 2, "late", interpreters),  # one of them all the way from a command line
+        ("all-reduce", 3, "meanwhile", forked),
+        ("all-reduce", 2, "started", forked),
+        ("parameter-server", 3, "late", forked),
+        ("parameter-server", 2, "meanwhile", forked),
     ],
 )
-def test_a_rank_that_raises_with_an_average_in_flight(shape: str, num_ranks: int, kind: str, tmp_path: Path) -> None:
+def test_a_rank_that_raises_with_an_average_in_flight(
+    shape: str, num_ranks: int, kind: str, start: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     """It ends with its own traceback, and does not wait for the others; they fail when they come to the average."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    ranks = start_ranks(script, num_ranks, shape, kind, str(tmp_path))
-    try:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    ranks = start(path, num_ranks, shape, kind, str(tmp_path))
+    with ExitStack() as ending:
+        for rank in ranks:
+            ending.enter_context(rank)
+            ending.callback(rank.kill)
         _, said = ranks[0].communicate(timeout=120)
         assert said.splitlines()[-1].endswith("KeyError: 'mine'"), said
-        assert ranks[0].returncode == 1
+        assert ranks[0].poll() == 1
         (tmp_path / "go").touch()
         for rank in ranks[1:]:
             _, said = rank.communicate(timeout=120)
             assert "prsgd.errors.PeerError: round " in said.splitlines()[-1], said
-            assert rank.returncode == 1
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+            assert rank.poll() == 1
 
 
 TRAINS = """
@@ -130,9 +153,9 @@ if rank == 0:
 
 def test_torchs_debug_mode(tmp_path: Path) -> None:
     """It puts a wrapper around every group that torch makes."""
-    script = tmp_path / "script.py"
-    script.write_text(TRAINS)
-    ranks = start_ranks(script, 2, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    path = tmp_path / "script.py"
+    path.write_text(TRAINS)
+    ranks = interpreters(path, 2, TORCH_DISTRIBUTED_DEBUG="DETAIL")  # torch looks for it when it is imported
     rows, _, _ = train_fleet([6, 6], schedule=prsgd.every(4), overlap=1)
     try:
         for rank, process in enumerate(ranks):

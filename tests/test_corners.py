@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -119,18 +120,25 @@ def test_a_run_is_taken_once_and_only_runs_are() -> None:
         pass
 
 
+def interrupt_what_waits() -> None:
+    """Ctrl-C, once a thread of this process waits for a sum: not after some time, by which it may not be there."""
+    while not any(frame.f_code.co_name == "_come" for frame in sys._current_frames().values()):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def waits_for_the_other(rank: int, told: Path) -> bool:
     """Worker 0 is interrupted while it waits in ``prsgd.finish`` for worker 1, which waits for word of that."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     local = prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), timeout_seconds=100).start()
     if rank == 1:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 90
         while not told.exists() and time.monotonic() < until:
             time.sleep(0.05)
         return told.exists()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    threading.Thread(target=interrupt_what_waits).start()
     with pytest.raises(KeyboardInterrupt):
         prsgd.finish(local)
     told.touch()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import ranks
 from tests.ranks import free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -20,9 +19,8 @@ def load(name: str) -> dict[str, Any]:
 
 
 def torchrun(processes: int, name: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    command += ["--master-port", str(free_port()), str(EXAMPLES / f"{name}.py")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    args = ["--nproc-per-node", str(processes), "--master-port", str(free_port()), str(EXAMPLES / f"{name}.py")]
+    result = ranks.torchrun(*args, cwd=EXAMPLES.parent)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

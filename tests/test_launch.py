@@ -16,6 +16,7 @@ from torch import nn
 
 import prsgd
 from tests.problems import batch, model, train_fleet
+from tests.ranks import Program, script, warm_launch
 
 
 def train(num_steps: list[int], period: int) -> tuple[list[int], torch.Tensor, int]:
@@ -74,7 +75,11 @@ def alive(folder: Path) -> list[int]:
         ("kill", 0, "^rank 0 of 3 was killed by SIGKILL before its function returned$"),
     ],
 )
-def test_a_rank_that_fails(how: str, bad_rank: int, message: str, tmp_path: Path) -> None:
+def test_a_rank_that_fails(
+    how: str, bad_rank: int, message: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if how != "kill":  # that one with new interpreters, which the others need not wait for
+        request.getfixturevalue("warm_launch")
     with pytest.raises(prsgd.LaunchError, match=message):
         prsgd.launch(fail, processes=3, args=(how, bad_rank, str(tmp_path)))
     assert len(list(tmp_path.iterdir())) == 3
@@ -86,45 +91,41 @@ def sleep(folder: str) -> None:
     time.sleep(100)
 
 
-SCRIPT = """
-import sys
-import prsgd
-from tests.test_launch import sleep
-if __name__ == "__main__":
+def launches(folder: str) -> None:
     try:
-        prsgd.launch(sleep, processes=2, args=(sys.argv[1],))
+        prsgd.launch(sleep, processes=2, args=(folder,))
     except KeyboardInterrupt:
         print("interrupted")
+
+
+SCRIPT = """
+import sys
+from tests.test_launch import launches
+if __name__ == "__main__":
+    launches(sys.argv[1])
 """
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_when_the_parent_goes_so_do_the_ranks(how: signal.Signals, tmp_path: Path) -> None:
-    script, folder = tmp_path / "script.py", tmp_path / "pids"
-    script.write_text(SCRIPT)
+    path, folder = tmp_path / "script.py", tmp_path / "pids"
+    path.write_text(SCRIPT)
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    parent = subprocess.Popen(
-        [sys.executable, str(script), str(folder)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
-    )
-    try:
+    # One of the three with ranks that are new interpreters and its children, as a user has them.
+    first = None if how == signal.SIGKILL else warm_launch
+    with Program(script, str(path), str(folder), cwd=tmp_path, first=first) as parent:
         deadline = time.monotonic() + 120
         while len([f for f in folder.iterdir() if f.read_text()]) < 2:
             assert time.monotonic() < deadline
             assert parent.poll() is None
             time.sleep(0.05)
         parent.send_signal(how)
-        said, _ = parent.communicate(timeout=120)
-        assert said == (b"interrupted\n" if how == signal.SIGINT else b"")
+        said, _ = parent.communicate(120)
+        assert said == ("interrupted\n" if how == signal.SIGINT else "")
+        deadline = time.monotonic() + 120
         while alive(folder):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    finally:
-        parent.kill()
-        parent.wait()
 
 
 def nothing() -> None:
@@ -155,6 +156,7 @@ def too_many() -> None:
     prsgd.Fleet(model(), 2)
 
 
+@pytest.mark.usefixtures("warm_launch")
 def test_more_processes_than_workers() -> None:
     with pytest.raises(prsgd.LaunchError, match="got 2 workers for 3 processes"):
         prsgd.launch(too_many, processes=3)
@@ -164,6 +166,7 @@ def unsendable() -> Any:
     return lambda: None
 
 
+@pytest.mark.usefixtures("warm_launch")
 def test_a_result_that_cannot_be_sent() -> None:
     with pytest.raises(prsgd.LaunchError, match="rank 0 of 1 failed"):
         prsgd.launch(unsendable, processes=1)
@@ -199,6 +202,7 @@ def unpackable() -> Any:
     return lambda: 1
 
 
+@pytest.mark.usefixtures("warm_launch")
 def test_what_pickle_does_not_take_and_what_is_no_function(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="args must be such that pickle takes them, got "):
         prsgd.launch(leaving, processes=1, args=(lambda: 1,))

@@ -39,7 +39,7 @@ def test_synthetic_constants_are_found() -> None:
         optimizer.zero_grad()
         synthetic.mean_value(model(x), y).backward()
         optimizer.step()
-    later = prsgd.probe(model, synthetic.mean_value, loader, max_batches=400, since=start)
+    later = prsgd.probe(model, synthetic.mean_value, loader, max_batches=200, since=start)
     assert later.smoothness.value == pytest.approx(known.smoothness, rel=0.1)
     assert later.looks == 2
     assert later.gap == start.gap

@@ -20,6 +20,8 @@ from prsgd.report.figures.base import Figure, applying
 from prsgd.report.series import Group
 from tests.test_report import grouped, make_comparison, make_run
 
+pytestmark = pytest.mark.usefixtures("drawn_once")
+
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
@@ -196,7 +198,7 @@ def test_reporting_imports_no_torch() -> None:
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+def address(tmp_path_factory: pytest.TempPathFactory, drawn_once: None) -> str:
     runs = make_comparison(tmp_path_factory.mktemp("page") / "runs")
     return report.write([runs]).as_uri()
 

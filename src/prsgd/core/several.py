@@ -49,8 +49,8 @@ def _checked(call: str, runs: Sequence[LocalSGD]) -> Sequence[LocalSGD]:
 def _at_once(call: str, runs: Sequence[LocalSGD], ends: Sequence[Callable[[], object]]) -> None:
     """Call all of them, each in a thread of its own; if one fails, or somebody interrupts, all runs are abandoned."""
     with ThreadPoolExecutor(len(runs), thread_name_prefix=f"prsgd-{call}") as pool:
-        futures = [pool.submit(end) for end in ends]
-        try:
+        try:  # from here on: an interrupt while the threads start would leave them waiting, and the pool for them
+            futures = [pool.submit(end) for end in ends]
             wait(futures, return_when=FIRST_EXCEPTION)
             for future in futures:
                 if future.done():

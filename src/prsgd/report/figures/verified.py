@@ -24,10 +24,10 @@ _PERIODS = (1, 4, 16, 64)
 def speedup(effort: Effort) -> Chart:
     """What share of a linear speed-up N workers reach, for several periods."""
     workers = tuple(effort.speedup_workers)
-    alone = horizon(1, 1, effort.speedup_seeds)
+    alone = horizon(1, 1, effort.speedup_seeds, 0)
     curves, rings = [], []
     for style, period in enumerate(_PERIODS):
-        shares = [100 * alone / (n * horizon(n, period, effort.speedup_seeds)) for n in workers]
+        shares = [100 * alone / (n * horizon(n, period, effort.speedup_seeds, 0)) for n in workers]
         curves.append(_line(f"period {period}", style, workers, shares))
         rings += [(float(n), share) for n, share in zip(workers, shares) if is_covered(n, period, effort)]
     title, y_label = "Share of a linear speed-up", "speed-up / workers (%)"
@@ -72,7 +72,7 @@ def drift(effort: Effort) -> Chart:
 
 def communication(effort: Effort) -> Chart:
     """The averages that are needed against the period."""
-    rounds = [horizon(8, period, effort.speedup_seeds) / period for period in _PERIODS]
+    rounds = [horizon(8, period, effort.speedup_seeds, 0) / period for period in _PERIODS]
     curves = (
         _line("8 workers", 0, _PERIODS, rounds),
         _line("as many steps as period 1", 2, _PERIODS, [rounds[0] / period for period in _PERIODS]),
