@@ -76,7 +76,7 @@ def test_methods_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         ({"method": "d-psgd", "workers": 1}, r'method d-psgd: gossip\("ring"\) needs at least 2 workers, got 1'),
         ({"method": "d-psgd", "overlap": 2}, "overlap must be"),
         ({"method": "easgd", "weights": "steps"}, "method easgd takes no weights, got steps"),
-        ({"method": "d-psgd", "weights": "steps"}, "method d-psgd counts all workers alike"),
+        ({"method": "d-psgd", "weights": "steps"}, "method d-psgd takes no weights, got steps"),
         ({"method": "pr-sgd-momentum", "overlap": 2}, "overlap must be 0 or 1 with method pr-sgd-momentum, got 2"),
         ({"method": "qsdg"}, "did you mean 'qsgd'"),
         ({"method": "pr-sgd-timed"}, "needs to know how long a round lasts"),

@@ -132,9 +132,10 @@ METHODS = {
     ),
     "pr-sgd-auto": Method(
         "PR-SGD whose period chooses itself: as long as the workers' drift costs no more than the noise of their "
-        "gradients. It starts at 1, grows as the lr falls, and stays short where the workers' data differ.",
+        "gradients. It starts at 1, grows as the lr falls, and stays short where the workers' data differ. The "
+        "momentum is averaged too.",
         "Theorem 1 of Yu, Yang, Zhu 2019",
-        lambda given: Parts(prsgd.auto(), prsgd.mean(given.weights)),
+        lambda given: Parts(prsgd.auto(), prsgd.mean(given.weights), optimizer_state="average"),
         period=None,
     ),
     "post-local": Method(

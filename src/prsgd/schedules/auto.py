@@ -23,7 +23,7 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
         2 (f(x^0) - f*) / (lr T)  +  L^2 drift  +  lr L s^2 / N         (drift <= 4 lr^2 I^2 G^2, Lemma 1)
 
     with s^2 the variance of a worker's gradient. The third, the noise of N workers' batches, does not fall if they
-    average more often. So a round may last until the second is ``tolerance`` times the third:
+    average more often. So a round may last until the second is as large as the third, times ``tolerance``:
 
         drift  <=  target  =  tolerance lr s^2 / (N L)
 
@@ -32,6 +32,9 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
     largest so far, unless it is given. The next period is the last one times sqrt(target / drift), at most doubled and
     at most ``longest``, and never lowered while the drift is below its target. Where workers' data differ they drift
     faster, and the period stays short.
+
+    With momentum, ``LocalSGD(..., optimizer_state="average")`` lets rounds be several times as long: momentum that each
+    worker keeps for itself carries them apart.
 
     For optimizers of SGD's and of Adam's kind, and averagings whose drift is known: not gossip, nor one with a wire.
 
@@ -50,7 +53,7 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
     (1, True)
     """
 
-    tolerance: float = 4.0
+    tolerance: float = 1.0
     largest_lr: float | None = None
     longest: int = 1024
 
