@@ -64,7 +64,8 @@ def lost(rows: Sequence[Row], name: str) -> dict[str, dict[int, float]]:
 
 
 def label(row: Row) -> str:
-    return f"period {row['period']}" if row["method"] == "pr-sgd" else str(row["method"]).removeprefix("pr-sgd-")
+    name = "" if row["method"] == "pr-sgd" else str(row["method"]).removeprefix("pr-sgd-")
+    return f"{name} period {row['period']}".strip() if row["period"] is not None else name
 
 
 def harmless(accuracy: dict[str, dict[int, float]], epochs: int) -> float:
@@ -87,6 +88,7 @@ def draw(rows: Sequence[Row], place: Path) -> None:
     from matplotlib import style
     from matplotlib.figure import Figure as Drawing
 
+    rows = [row for row in rows if row["method"] in ("pr-sgd", "pr-sgd-auto")]
     accuracy, loss = lost(rows, "test_accuracy"), lost(rows, "train_loss")
     workers, steps = rows[0]["workers"], {row["epochs"]: row["steps"] for row in rows}
     with style.context(["default", STYLE]):
@@ -127,7 +129,8 @@ def _lines(axes: Axes, curves: dict[str, dict[int, float]], words: str) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: test accuracy in per cent by length and period, the mean over seeds, with how many there were."""
+    """Markdown: test accuracy in per cent by length and period, the mean over seeds, with how many there were, and
+    rounds as a share of the steps."""
     lengths = sorted({row["epochs"] for row in rows})
     keys = sorted({label(row) for row in rows}, key=lambda key: (len(key), key))
     lines = ["| | " + " | ".join(f"{e} epochs" for e in lengths) + " |", "|---" * (len(lengths) + 1) + "|"]
@@ -136,7 +139,8 @@ def table(rows: Sequence[Row]) -> str:
         for epochs in lengths:
             found = [100 * r["test_accuracy"] for r in rows if label(r) == key and r["epochs"] == epochs]
             spread = f" ± {(max(found) - min(found)) / 2:.1f}" if len(found) > 1 else ""
-            cells.append(f"{fmean(found):.1f}{spread} ({len(found)})" if found else "")
+            rounds = fmean([r["rounds"] / r["steps"] for r in rows if label(r) == key and r["epochs"] == epochs] or [0])
+            cells.append(f"{fmean(found):.1f}{spread} ({len(found)}), {100 * rounds:.3g} %" if found else "")
         lines.append(f"| {key} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
