@@ -331,7 +331,8 @@ def test_a_run_on_a_cluster_resumes_to_the_last_bit(config: Config, tmp_path: Pa
 def test_a_cluster_played_by_processes(method: str, overlap: int, tmp_path: Path) -> None:
     """Two processes of speeds 4 and 1 that take different numbers of steps end in the same round."""
     place = tmp_path / "two.toml"
-    place.write_text('step_time = "8ms"\nspeeds = [4, 1]\nbandwidth = "1Gbit"\n')
+    # Long beside what a step takes on a busy machine, which would make the two alike.
+    place.write_text('step_time = "40ms"\nspeeds = [4, 1]\nbandwidth = "1Gbit"\n')
     given = ["--workers", "2", "--processes", "2", "--cluster", str(place), "--period", "6", "--epochs", "2"]
     args = ["train", "--method", method, "--overlap", str(overlap), *given, "--out", str(tmp_path / "run")]
     assert main(args) == 0
