@@ -173,7 +173,7 @@ class Hooks:
             for i in range(len(roll.ids)):
                 if not roll.may_step(i):
                     self._host.skip(i)
-        if getattr(optimizer, "found_inf", None) is not None and _skipped(optimizer):
+        if _skipped(optimizer):
             return
         taking = []
         for i in places:  # asked now: a hook of somebody else may drop the gradients
@@ -206,7 +206,7 @@ class Hooks:
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """After a step's update: count it, close and launch (Alg. 2 and 3: the end of the inner loop)."""
         places = self._owners[optimizer]
-        if getattr(optimizer, "found_inf", None) is not None and _skipped(optimizer):
+        if _skipped(optimizer):
             for i in places:
                 self._in_step[i] &= optimizer is not self._closers[i]
             return
@@ -235,6 +235,7 @@ class Hooks:
         return [id(p) for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
 
 
-def _skipped(optimizer: Any) -> bool:
+def _skipped(optimizer: Optimizer) -> bool:
     """Does GradScaler skip this step? It calls a fused optimizer's step() all the same, with ``found_inf`` set."""
-    return bool(optimizer.found_inf)
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
