@@ -48,6 +48,7 @@ LAYERS = [
     "lab",
     "theory",
     "report",
+    "bench",
     "cli __main__",
 ]
 PLACE = {name: place for place, line in enumerate(LAYERS) for name in line.split()}

@@ -22,11 +22,12 @@ COMMANDS = {
     "plan": "how often to average: what the theory guarantees, what it costs",
     "probe": "the constants that a plan needs, estimated along a short run",
     "calibrate": "measure a real group of processes, as a cluster to model",
+    "bench": "against DDP and the other libraries: the same work over the same link",
     "verify": "the paper's lemmas and theorems, measured against their bounds",
     "data": "fetch, check and keep data sets",
 }
 """Each is ``prsgd.cli.NAME`` with ``add(parser)`` and ``run(args)``."""
-DRAWS = {"compare": None, "report": None, "timeline": None, "plan": "plot", "verify": "out"}
+DRAWS = {"compare": None, "report": None, "timeline": None, "plan": "plot", "verify": "out", "bench": "out"}
 """Commands that need the lab extra: always, or where this option is given."""
 
 

@@ -64,6 +64,11 @@ def _store(ours: job.Job, *, timeout: timedelta) -> TCPStore:
     return loopback_store(ours.port, ours.size, timeout=timeout)
 
 
+def open_store(address: str, *, timeout: timedelta) -> TCPStore:
+    """Serve a store of one process's own, on a free port, which others reach at ``address``."""
+    return TCPStore(address, 0, None, True, timeout, wait_for_workers=False)
+
+
 def loopback_store(port: int, size: int, *, timeout: timedelta) -> TCPStore:
     """Serve a store that only this machine reaches; port 0 takes a free one, which is ``store.port`` then.
 

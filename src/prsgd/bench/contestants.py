@@ -1,0 +1,211 @@
+"""The ways to train one model on several ranks: ours, torch's and other libraries'. A new one is a row in the table.
+
+Each is a context manager that is given the rank's work and yields a function: one step of training, with whatever
+communication is its way. All train by SGD with the same lr and momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import SGD
+
+import prsgd
+from prsgd.bench.models import Work
+from prsgd.comm.joining import loopback_store, open_store
+
+Step = Callable[[], None]
+LIMIT = timedelta(seconds=60)
+"""How long a peer may wait for another rank."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Where a rank stands; the process group is up."""
+
+    rank: int
+    ranks: int
+    address: str
+    """Its own."""
+    period: int
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One row of the table."""
+
+    summary: str
+    train: Callable[[Work, Ground], AbstractContextManager[Step]]
+    package: str | None = None
+    """What has to be installed for it, as it is imported."""
+    every_step: bool = False
+    """Does it communicate at every step, whatever the period?"""
+
+
+def sgd(work: Work) -> SGD:
+    return SGD(work.model.parameters(), lr=0.01, momentum=0.9)
+
+
+@contextmanager
+def alone(work: Work, _: Ground) -> Iterator[Step]:
+    optimizer = sgd(work)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        work.loss().backward()
+        optimizer.step()
+
+    yield step
+
+
+@contextmanager
+def ddp(work: Work, _: Ground, hook: str | None = None) -> Iterator[Step]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model, optimizer = DistributedDataParallel(work.model), sgd(work)
+    if hook == "bf16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        model.register_comm_hook(None, bf16_compress_hook)
+    elif hook == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=10)
+        model.register_comm_hook(state, powerSGD_hook)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        work.loss(model).backward()
+        optimizer.step()
+
+    yield step
+
+
+@contextmanager
+def averager(work: Work, ground: Ground) -> Iterator[Step]:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    optimizer = PostLocalSGDOptimizer(sgd(work), PeriodicModelAverager(period=ground.period, warmup_steps=0))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        work.loss().backward()
+        optimizer.step()
+
+    yield step
+
+
+@contextmanager
+def accelerate(work: Work, ground: Ground) -> Iterator[Step]:
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(work.model, sgd(work))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=ground.period) as local:
+
+        def step() -> None:
+            optimizer.zero_grad()
+            accelerator.backward(work.loss(model))
+            optimizer.step()
+            local.step()
+
+        yield step
+
+
+@contextmanager
+def torchft(work: Work, ground: Ground) -> Iterator[Step]:
+    """Every rank is a replica group of its own, with its own store; the lighthouse is at rank 0."""
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import LocalSGD
+
+    lighthouse, told = None, [""]
+    if ground.rank == 0:
+        lighthouse = LighthouseServer(bind=f"{ground.address}:0", min_replicas=ground.ranks, join_timeout_ms=1000)
+        port = lighthouse.address().rsplit(":", 1)[1]
+        told = [f"http://{ground.address}:{port}"]
+    dist.broadcast_object_list(told)
+    if ground.address.startswith("127."):
+        store = loopback_store(0, 1, timeout=LIMIT)
+    else:
+        store = open_store(ground.address, timeout=LIMIT)
+    optimizer = sgd(work)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=LIMIT),
+        load_state_dict=work.model.load_state_dict,
+        state_dict=work.model.state_dict,
+        min_replica_size=ground.ranks,
+        use_async_quorum=False,
+        timeout=LIMIT,
+        rank=0,
+        world_size=1,
+        store_addr=ground.address,
+        store_port=store.port,
+        lighthouse_addr=told[0],
+        replica_id=f"rank{ground.rank}",
+        hostname=ground.address,
+    )
+    try:
+        with LocalSGD(manager, work.model, optimizer, sync_every=ground.period):
+
+            def step() -> None:
+                optimizer.zero_grad()
+                work.loss().backward()
+                optimizer.step()
+
+            yield step
+    finally:
+        manager.shutdown(wait=False)
+        dist.barrier()  # the lighthouse goes last
+        if lighthouse is not None:
+            lighthouse.shutdown()
+
+
+@contextmanager
+def ours(work: Work, ground: Ground, parts: Callable[[], dict[str, Any]] = dict) -> Iterator[Step]:
+    optimizer = sgd(work)
+    with prsgd.LocalSGD(work.model, optimizer, schedule=prsgd.every(ground.period), **parts()):
+
+        def step() -> None:
+            optimizer.zero_grad()
+            work.loss().backward()
+            optimizer.step()
+
+        yield step
+
+
+def _with(**parts: Any) -> Callable[[Work, Ground], AbstractContextManager[Step]]:
+    return partial(ours, parts=lambda: {name: part() if callable(part) else part for name, part in parts.items()})
+
+
+NONE = "none"
+"""The limit: what the others' throughput is a fraction of."""
+
+CONTESTANTS = {
+    NONE: Contestant("no communication: the limit", alone),
+    "ddp": Contestant("torch's DistributedDataParallel", ddp, every_step=True),
+    "ddp-bf16": Contestant("the same, gradients in bfloat16", partial(ddp, hook="bf16"), every_step=True),
+    "ddp-powersgd": Contestant("the same, gradients by PowerSGD", partial(ddp, hook="powersgd"), every_step=True),
+    "averager": Contestant("torch's PostLocalSGDOptimizer, PeriodicModelAverager", averager),
+    "accelerate": Contestant("accelerate's LocalSGD", accelerate, package="accelerate"),
+    "torchft": Contestant("torchft's LocalSGD", torchft, package="torchft"),
+    "prsgd": Contestant("ours, blocking", _with()),
+    "prsgd-overlap-1": Contestant("ours, overlap=1", _with(overlap=1)),
+    "prsgd-overlap-6": Contestant("ours, overlap=6", _with(overlap=6)),
+    "prsgd-auto": Contestant('ours, overlap="auto"', _with(overlap="auto")),
+    "prsgd-bf16": Contestant("ours, bfloat16 on the wire", _with(averaging=lambda: prsgd.mean(wire=prsgd.half()))),
+    "prsgd-4bit": Contestant("ours, 4 bits on the wire", _with(averaging=lambda: prsgd.mean(wire=prsgd.quantized(4)))),
+}
+"""By the names that the command line takes."""
+
+
+def is_ours(name: str) -> bool:
+    return name.split("-")[0] == "prsgd"
