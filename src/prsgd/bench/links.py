@@ -91,8 +91,7 @@ def made(link: Link, ranks: int) -> Iterator[list[Place]]:
         yield [Place(("ip", "netns", "exec", name), f"{SUBNET}.{rank + 1}", "wire0") for rank, name in enumerate(names)]
     finally:
         for wire in wires:
-            wire.kill()
-            wire.wait()
+            _cut(wire)
         _remove([*names, _hub()])
 
 
@@ -132,13 +131,17 @@ def _join_by_program(names: Sequence[str], link: Link) -> subprocess.Popen[bytes
     wire = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     assert wire.stdout is not None
     if wire.stdout.readline().strip() != b"ready":
-        wire.kill()
-        wire.wait()
+        _cut(wire)
         raise NoLinkError(f"{link.name}: TUN interfaces cannot be made here")
     for rank, name in enumerate(names):
         _ip("-n", name, "link", "set", "wire0", "mtu", str(MTU))
         _up(name, rank)
     return wire
+
+
+def _cut(wire: subprocess.Popen[bytes]) -> None:
+    wire.kill()
+    wire.communicate()
 
 
 def _hub() -> str:

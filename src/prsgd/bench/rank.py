@@ -15,6 +15,8 @@ from itertools import pairwise
 from statistics import median
 from typing import TextIO
 
+from prsgd.comm.job import Job
+
 
 @dataclass(frozen=True)
 class Orders:
@@ -47,16 +49,8 @@ def main() -> None:
     orders = Orders(**json.loads(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")  # what libraries print is no answer
     os.dup2(2, 1)
-    os.environ |= {
-        "RANK": str(orders.rank),
-        "WORLD_SIZE": str(orders.ranks),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": orders.first,
-        "MASTER_PORT": str(orders.port),
-        "GLOO_SOCKET_IFNAME": orders.interface,
-        "OMP_NUM_THREADS": "1",
-    }
+    ours = Job(orders.rank, orders.ranks, 0, orders.first, orders.port, on_one_machine=False, has_store=False)
+    os.environ.update(ours.environment(), GLOO_SOCKET_IFNAME=orders.interface, OMP_NUM_THREADS="1")
     import torch
 
     import prsgd

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "accelerate", "torchft-nightly", "numpy")
 
 
+NOTE = """\
+throughput   of that without communication, the median of the rounds
+one average  what steps with one take beyond the others; DDP has none without
+processor    time that communication takes of it in one period, per rank"""
+
+
 def text(race: Race) -> str:
     """For a terminal of 80 columns."""
     head = f"{race.model} over {race.link}, {race.ranks} ranks, period {race.period}"
@@ -30,12 +36,9 @@ def text(race: Race) -> str:
         shares = race.shares(name)
         spread = f"{100 * min(shares):.0f}-{100 * max(shares):.0f}"
         share = f"{name:17} {100 * race.share(name):8.1f} % {spread:>10}"
-        if name == NONE:
-            lines.append(f"{share:54} {CONTESTANTS[name].summary}")
-            continue
-        sync = "" if CONTESTANTS[name].every_step else f"{1e3 * race.sync_seconds(name):.3g} ms"
-        processor = f"{1e3 * race.processor_seconds(name):.3g} ms"
-        lines.append(f"{share} {sync:>12} {processor:>10}")
+        sync = "" if name == NONE or CONTESTANTS[name].every_step else f"{1e3 * race.sync_seconds(name):.3g} ms"
+        processor = "" if name == NONE else f"{1e3 * race.processor_seconds(name):.3g} ms"
+        lines.append(f"{share} {sync:>12} {processor:>10}".rstrip())
     lines += [f"{name:17} left out: {why}" for name, why in race.left_out.items()]
     return "\n".join(lines)
 

@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
         fail("bench", "no race came to its end", code=1)
     if args.json:
         print(json.dumps({"machine": told.machine(), "races": [r.to_json() for r in races]}))
+    else:
+        print(told.NOTE)
     if args.out is not None:
         print("\n".join(map(str, paths)), file=sys.stderr if args.json else sys.stdout)
     return 0

@@ -21,6 +21,23 @@ class Job:
     has_store: bool
     """Is there a store that torchrun's agent serves?"""
 
+    def environment(self) -> dict[str, str]:
+        """The variables that tell a process of it.
+
+        >>> job = Job(rank=1, size=2, local_rank=1, address="10.0.0.1", port=7, on_one_machine=False, has_store=True)
+        >>> job.environment()["MASTER_ADDR"], job.environment()["LOCAL_WORLD_SIZE"]
+        ('10.0.0.1', '1')
+        """
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.size) if self.on_one_machine else "1",
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.has_store),
+        }
+
 
 def find() -> Job | None:
     """The job of torchrun, or of whoever sets the same variables; None: this process is alone."""

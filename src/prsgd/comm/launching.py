@@ -21,6 +21,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, Generic, TypeVar
 
 from prsgd._check import whole_number
+from prsgd.comm.job import Job
 from prsgd.errors import LaunchError
 
 R = TypeVar("R")
@@ -213,16 +214,8 @@ def _main(
     returned = threading.Event()
     threading.Thread(target=_watch, args=(hold, returned), daemon=True).start()
     fn_bytes, args_bytes, threads = job
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(processes),
-        LOCAL_WORLD_SIZE=str(processes),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent serves the store
-        OMP_NUM_THREADS=str(threads),
-    )
+    ours = Job(rank, processes, rank, "127.0.0.1", port, on_one_machine=True, has_store=True)  # the parent serves it
+    os.environ.update(ours.environment(), OMP_NUM_THREADS=str(threads))
     import torch
 
     from prsgd.comm.joining import init

@@ -1,0 +1,292 @@
+"""``prsgd bench``: links that are made and removed, teams that fail, ratios worked by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prsgd.bench import links, race, told
+from prsgd.bench.contestants import CONTESTANTS, NONE
+from prsgd.bench.links import Link, NoLinkError, made
+from prsgd.bench.models import MODELS, work
+from prsgd.bench.race import DropOutError, Lap, Race
+from tests.ranks import run_command as prsgd
+
+NETNS = Path("/run/netns")
+
+
+def namespaces(pid: int) -> set[str]:
+    """Made by that process; other tests make theirs meanwhile."""
+    return {place.name for place in NETNS.iterdir() if f"-{pid}-" in place.name} if NETNS.is_dir() else set()
+
+
+def ours_left(pid: int) -> list[str]:
+    """Ranks and wires of that process that still run."""
+    found = []
+    for place in Path("/proc").iterdir():
+        try:
+            words = (place / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+            parent = (place / "stat").read_text().rsplit(")", 1)[1].split()[1]
+        except (OSError, IndexError):
+            continue
+        if "prsgd.bench." in words and parent == str(pid):
+            found.append(words)
+    return found
+
+
+@pytest.fixture
+def can_link() -> None:
+    try:
+        with made(Link.parse("100Mbit"), 2):
+            pass
+    except NoLinkError as problem:
+        pytest.skip(str(problem))
+
+
+# Links
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fast", "a link must be a number with a unit such as 1Gbit"),
+        ("0Gbit", "a link must be above 0"),
+        ("1Gbit+soon", "a link's delay must be a time with a unit"),
+        ("1Gbit+1h", "a link's delay must be from 0s to 10s"),
+    ],
+)
+def test_links_that_nobody_can_read(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Link.parse(text)
+
+
+def test_loopback_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with made(Link.parse("loopback"), 3) as places:
+        assert [place.address for place in places] == ["127.0.0.1"] * 3
+
+
+def test_a_link_needs_root_and_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else tool)
+    with pytest.raises(NoLinkError, match=r"1Gbit: tc is not there \(package iproute2\)"), made(Link.parse("1Gbit"), 2):
+        pass
+    monkeypatch.setattr(shutil, "which", str)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(NoLinkError, match="only root"), made(Link.parse("1Gbit"), 2):
+        pass
+
+
+ECHO = """
+import socket, sys
+with socket.create_server((sys.argv[1], 5000)) as server:
+    print("listening", flush=True)
+    peer, _ = server.accept()
+    while data := peer.recv(1 << 16):
+        peer.sendall(data)
+"""
+ASK = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], 5000), timeout=60) as peer:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    took = []
+    for _ in range(5):
+        began = time.monotonic()
+        peer.sendall(b"x")
+        peer.recv(1)
+        took.append(time.monotonic() - began)
+print(min(took))
+"""
+
+
+@pytest.mark.usefixtures("can_link")
+@pytest.mark.parametrize(("link", "ranks"), [("1Gbit", 2), ("1Gbit", 3), ("1Gbit+20ms", 2), ("1Gbit+20ms", 3)])
+def test_a_link_carries_and_is_removed(link: str, ranks: int) -> None:
+    with made(Link.parse(link), ranks) as places:
+        last = places[-1]
+        command = [*last.command, sys.executable, "-c", ECHO, last.address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+            assert server.stdout is not None
+            assert server.stdout.readline() == b"listening\n"
+            asked = [*places[0].command, sys.executable, "-c", ASK, last.address]
+            seconds = float(subprocess.run(asked, capture_output=True, timeout=120, check=True).stdout)
+        assert seconds >= 2 * Link.parse(link).delay_seconds
+    assert namespaces(os.getpid()) == set()
+    assert ours_left(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("can_link")
+def test_what_fails_leaves_no_link_behind() -> None:
+    with pytest.raises(RuntimeError, match="half-way"), made(Link.parse("1Gbit+5ms"), 2):
+        raise RuntimeError("half-way")
+    assert namespaces(os.getpid()) == set()
+    assert ours_left(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("can_link")
+def test_a_name_that_is_taken() -> None:
+    taken = f"prsgd-bench-{os.getpid()}-1"
+    subprocess.run(["ip", "netns", "add", taken], check=True)
+    try:
+        with pytest.raises(NoLinkError, match="File exists"), made(Link.parse("1Gbit"), 2):
+            pass
+    finally:
+        links._remove([taken])
+    assert namespaces(os.getpid()) == set()
+
+
+@pytest.mark.usefixtures("can_link")
+def test_what_a_killed_bench_left_is_removed_by_the_next() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    left = f"prsgd-bench-{gone.pid}-0"
+    subprocess.run(["ip", "netns", "add", left], check=True)
+    with made(Link.parse("1Gbit"), 2):
+        assert left not in namespaces(gone.pid)
+
+
+# Races
+
+
+def by_hand() -> Race:
+    """Without communication 1 s for 8 steps; "prsgd" takes 1.25 s and 1.6 s, "ddp" 0.5 s for 2 steps."""
+    laps = {
+        NONE: [Lap(8, 1.0, 0.8, 0.0), Lap(8, 1.2, 0.8, 0.0)],
+        "prsgd": [Lap(8, 1.25, 0.9, 0.2), Lap(8, 1.6, 1.0, 0.4)],
+        "ddp": [Lap(2, 0.5, 0.3, 0.0), Lap(2, 0.6, 0.3, 0.0)],
+    }
+    return Race("mlp", "1Gbit", ranks=2, period=4, laps=laps, left_out={"torchft": "torchft is not installed"})
+
+
+def test_shares_are_of_the_same_round() -> None:
+    found = by_hand()
+    assert found.shares("prsgd") == pytest.approx([0.8, 0.75])
+    assert found.share("prsgd") == pytest.approx(0.775)
+    assert found.shares("ddp") == pytest.approx([0.5, 0.5])
+    assert found.sync_seconds("prsgd") == pytest.approx(0.15)  # 0.2 s and 0.4 s for two averages each
+    assert found.processor_seconds("prsgd") == pytest.approx(4 * (0.1 / 8 + 0.2 / 8) / 2)
+    assert found.ranking() == [NONE, "prsgd", "ddp"]
+
+
+def test_what_is_told(tmp_path: Path) -> None:
+    found = by_hand()
+    text = told.text(found)
+    assert "mlp over 1Gbit, 2 ranks, period 4" in text
+    assert "torchft           left out: torchft is not installed" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+    paths = told.write([found], tmp_path, "prsgd bench")
+    assert {path.name for path in paths} == {"bench.json", "bench.md", "bench.png", "bench.svg"}
+    assert told.read(tmp_path / "bench.json") == [found]
+    assert "| **0.775** |" in (tmp_path / "bench.md").read_text()
+
+
+def test_the_models_are_of_the_sizes_they_say() -> None:
+    sizes = {name: sum(p.numel() for p in work(name, 0).model.parameters()) for name in MODELS}
+    assert sizes == {"mlp": 101_770, "resnet20": 269_722, "gpt": 10_795_008, "mlp-25m": 25_114_960}
+
+
+def test_ranks_have_one_model_and_their_own_batches() -> None:
+    first, second = work("mlp", 0), work("mlp", 1)
+    assert all(a.equal(b) for a, b in zip(first.model.parameters(), second.model.parameters()))
+    assert not first.x.equal(second.x)
+
+
+def test_a_race_over_loopback() -> None:
+    found = race.race("mlp", Link.parse("loopback"), ["prsgd-overlap-1", "ddp"], period=2, rounds=2)
+    assert {name: len(laps) for name, laps in found.laps.items()} == {NONE: 2, "prsgd-overlap-1": 2, "ddp": 2}
+    assert found.left_out == {}
+    for laps in found.laps.values():
+        for lap in laps:
+            assert lap.seconds > 0
+            assert 0 <= lap.sync_seconds <= lap.seconds
+    assert ours_left(os.getpid()) == []
+
+
+def test_who_is_not_installed_or_fails_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "find_spec", {}.get)
+    found = race.race("mlp", Link.parse("loopback"), ["torchft", "ddp-bf16"], period=1, rounds=1)
+    assert set(found.laps) == {NONE}
+    assert found.left_out["torchft"] == "torchft is not installed (pip install 'prsgd[bench]')"
+    assert "rank" in found.left_out["ddp-bf16"]  # torch has it for GPUs alone
+    assert "BF16" in found.left_out["ddp-bf16"]
+    assert ours_left(os.getpid()) == []
+
+
+def test_who_hangs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "START_SECONDS", 0.01)
+    with pytest.raises(DropOutError, match=r"did not answer within 0 s"):
+        race.race("mlp", Link.parse("loopback"), ["ddp"], period=1, rounds=1)
+    assert ours_left(os.getpid()) == []
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--models", "mpl"], "models must be"),
+        (["--contestants", "dpd"], "contestants must be"),
+        (["--links", "fast"], "a link must be a number with a unit"),
+        (["--ranks", "1"], "ranks must be a whole number >= 2, got 1"),
+        (["--rounds", "0"], "rounds must be a whole number >= 1, got 0"),
+        (["--period", "0"], "period must be a whole number >= 1, got 0"),
+    ],
+)
+def test_bad_arguments(args: list[str], message: str, tmp_path: Path) -> None:
+    done = prsgd("bench", *args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_list_names_all(tmp_path: Path) -> None:
+    done = prsgd("bench", "--list", cwd=tmp_path)
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in (*MODELS, *CONTESTANTS))
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+def test_the_command_tells_programs(tmp_path: Path) -> None:
+    args = ["--models", "mlp", "--links", "loopback", "--contestants", "prsgd", "--rounds", "1", "--period", "2"]
+    done = prsgd("bench", *args, "--json", "--out", str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    [found] = json.loads(done.stdout)["races"]
+    assert found == json.loads((tmp_path / "bench.json").read_text())["races"][0]
+    assert set(found["laps"]) == {"none", "prsgd"}
+
+
+@pytest.fixture
+def bench() -> Iterator[subprocess.Popen[str]]:
+    args = ["--models", "mlp", "--links", "1Gbit", "--contestants", "ddp", "--rounds", "1000"]
+    command = [sys.executable, "-m", "prsgd", "bench", *args]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.usefixtures("can_link")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_leaves_nothing_behind(bench: subprocess.Popen[str], number: signal.Signals) -> None:
+    deadline = time.monotonic() + 120
+    while not ours_left(bench.pid) and bench.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ours_left(bench.pid)
+    bench.send_signal(number)
+    assert bench.wait(timeout=60) == 130
+    assert namespaces(bench.pid) == set()
+    assert ours_left(bench.pid) == []
+
+
+def test_a_port_is_free() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", race._free_port()))
