@@ -11,11 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from prsgd.bench import links, race, told
+from prsgd import tasks
+from prsgd.bench import climb, links, race, told
+from prsgd.bench.climb import Climb, Point
 from prsgd.bench.contestants import CONTESTANTS, NONE
 from prsgd.bench.links import Link, NoLinkError, made
 from prsgd.bench.models import MODELS, work
@@ -197,7 +200,50 @@ def test_the_models_are_of_the_sizes_they_say() -> None:
 def test_ranks_have_one_model_and_their_own_batches() -> None:
     first, second = work("mlp", 0), work("mlp", 1)
     assert all(a.equal(b) for a, b in zip(first.model.parameters(), second.model.parameters()))
-    assert not first.x.equal(second.x)
+    assert not next(first.batches)[0].equal(next(second.batches)[0])
+
+
+def test_ranks_share_a_task_out() -> None:
+    first, second = (work("digits/cnn", rank, ranks=2) for rank in range(2))
+    assert all(a.equal(b) for a, b in zip(first.model.parameters(), second.model.parameters()))
+    assert not next(first.batches)[0].equal(next(second.batches)[0])
+    assert first.accuracy is not None
+    assert second.accuracy is not None
+    sizes = [a(first.model)[1] for a in (first.accuracy, second.accuracy)]
+    assert sum(sizes) == len(tasks.load("digits").test_y)
+
+
+def test_climbing() -> None:
+    found = climb.climb(
+        "digits/linear", Link.parse("loopback"), ["ddp", "prsgd@4", "torchft"], target=0.8, lr=0.05, most_steps=400
+    )
+    assert set(found.points) | set(found.left_out) == {"ddp", "prsgd@4", "torchft"}
+    for name in ("ddp", "prsgd@4"):
+        [points] = found.points[name]
+        assert [p.steps for p in points] == [16 * (k + 1) for k in range(len(points))]
+        assert all(a.seconds < b.seconds for a, b in pairwise(points))
+        assert points[-1].accuracy >= 0.8 > max((p.accuracy for p in points[:-1]), default=0.0)
+        assert found.seconds(name) == [points[-1].seconds]
+    said = told.text(found)
+    assert "prsgd@4" in said
+    assert all(len(line) <= 80 for line in said.splitlines())
+
+
+def test_who_does_not_arrive_is_told(tmp_path: Path) -> None:
+    points = {
+        "ddp": [[Point(16, 1.0, 0.5), Point(32, 2.0, 0.9)], [Point(16, 1.5, 0.95)]],
+        "prsgd@8": [[Point(16, 0.5, 0.6)], [Point(16, 0.5, 0.9)]],
+    }
+    found = Climb("digits/cnn", "100Mbit", 2, 0.9, points)
+    assert found.seconds("ddp") == [2.0, 1.5]
+    assert found.median_seconds("ddp") == 1.75
+    assert found.median_seconds("prsgd@8") is None
+    assert found.best("prsgd@8") == pytest.approx(0.75)
+    assert "not all" in told.text(found)
+    paths = told.write([found], tmp_path, "prsgd bench")
+    assert {path.name for path in paths} == {"bench.json", "bench.md", "accuracy.png", "accuracy.svg"}
+    assert told.read(tmp_path / "bench.json") == [found]
+    assert "| prsgd@8 | never, 0.5 |" in (tmp_path / "bench.md").read_text()
 
 
 def test_a_race_over_loopback() -> None:
@@ -235,6 +281,13 @@ def test_who_hangs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     ("args", "message"),
     [
         (["--models", "mpl"], "models must be"),
+        (["--models", "digits/cn"], "the task's models must be"),
+        (["--accuracy", "2"], "accuracy must be above 0 and at most 1, got 2.0"),
+        (["--accuracy", "0.9"], "to an accuracy: models must be of the lab's tasks, as digits/cnn, got 'mlp'"),
+        (
+            ["--accuracy", "0.9", "--models", "digits/cnn", "--contestants", "prsgd@x"],
+            "a contestant's period must be a whole number >= 1, got 'prsgd@x'",
+        ),
         (["--contestants", "dpd"], "contestants must be"),
         (["--links", "fast"], "a link must be a number with a unit"),
         (["--ranks", "1"], "ranks must be a whole number >= 2, got 1"),

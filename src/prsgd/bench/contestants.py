@@ -49,7 +49,7 @@ class Contestant:
 
 
 def sgd(work: Work) -> SGD:
-    return SGD(work.model.parameters(), lr=0.01, momentum=0.9)
+    return SGD(work.model.parameters(), lr=work.lr, momentum=0.9)
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def torchft(work: Work, ground: Ground) -> Iterator[Step]:
 @contextmanager
 def ours(work: Work, ground: Ground, parts: Callable[[], dict[str, Any]] = dict) -> Iterator[Step]:
     optimizer = sgd(work)
-    with prsgd.LocalSGD(work.model, optimizer, schedule=prsgd.every(ground.period), **parts()):
+    with prsgd.LocalSGD(work.model, optimizer, **{"schedule": prsgd.every(ground.period), **parts()}):
 
         def step() -> None:
             optimizer.zero_grad()
@@ -201,6 +201,10 @@ CONTESTANTS = {
     "prsgd-overlap-1": Contestant("ours, overlap=1", _with(overlap=1)),
     "prsgd-overlap-6": Contestant("ours, overlap=6", _with(overlap=6)),
     "prsgd-auto": Contestant('ours, overlap="auto"', _with(overlap="auto")),
+    "prsgd-period-auto": Contestant("ours, schedule=auto()", _with(schedule=prsgd.auto, optimizer_state="average")),
+    "prsgd-diloco": Contestant(
+        "ours, outer Nesterov steps", _with(averaging=lambda: prsgd.outer(lr=0.7, momentum=0.9, nesterov=True))
+    ),
     "prsgd-bf16": Contestant("ours, bfloat16 on the wire", _with(averaging=lambda: prsgd.mean(wire=prsgd.half()))),
     "prsgd-4bit": Contestant("ours, 4 bits on the wire", _with(averaging=lambda: prsgd.mean(wire=prsgd.quantized(4)))),
 }

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -117,7 +117,8 @@ def race(
         for name in [NONE, *(c for c in contestants if c != NONE)]:
             tell(f"{model}, {link.name}: {name} gets ready")
             try:
-                teams[name] = stack.enter_context(_team(name, model, period, places))
+                orders = Orders(contestant=name, model=model, period=period, warm_up=2 * period)
+                teams[name] = stack.enter_context(team(orders, places))
             except DropOutError as problem:
                 found.left_out[name] = str(problem)
         if NONE not in teams:
@@ -164,11 +165,7 @@ class Team:
 
     def take(self, steps: int) -> Lap:
         """Let all ranks take so many steps."""
-        for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # its answer will be missing
-                process.stdin.write(f"{steps}\n")
-                process.stdin.flush()
+        self._tell(str(steps))
         blocks = [Block(**answer) for answer in self._answers(START_SECONDS + self._limit_seconds)]
         lap = Lap(
             steps,
@@ -178,6 +175,18 @@ class Team:
         )
         self._limit_seconds = max(self._limit_seconds, 10 * lap.seconds)
         return lap
+
+    def accuracy(self) -> float:
+        """Of the mean of its ranks' models."""
+        self._tell("accuracy")
+        return float(self._answers(START_SECONDS + self._limit_seconds)[0]["accuracy"])
+
+    def _tell(self, line: str) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # its answer will be missing
+                process.stdin.write(f"{line}\n")
+                process.stdin.flush()
 
     def _answers(self, limit_seconds: float) -> list[Any]:
         deadline = time.monotonic() + limit_seconds
@@ -200,8 +209,9 @@ class Team:
 
 
 @contextmanager
-def _team(contestant: str, model: str, period: int, places: Sequence[Place]) -> Iterator[Team]:
-    package = CONTESTANTS[contestant].package
+def team(orders: Orders, places: Sequence[Place]) -> Iterator[Team]:
+    """One rank at each place, all ready; they are ended afterwards. Raises DropOutError with the reason."""
+    package = CONTESTANTS[orders.contestant].package
     if package is not None and find_spec(package) is None:
         raise DropOutError(f"{package} is not installed (pip install 'prsgd[bench]')")
     with tempfile.TemporaryDirectory(prefix="prsgd-bench-") as folder:
@@ -210,18 +220,9 @@ def _team(contestant: str, model: str, period: int, places: Sequence[Place]) -> 
         try:
             port = _free_port()
             for rank, place in enumerate(places):
-                orders = Orders(
-                    contestant=contestant,
-                    model=model,
-                    period=period,
-                    rank=rank,
-                    ranks=len(places),
-                    address=place.address,
-                    first=places[0].address,
-                    port=port,
-                    interface=place.interface,
-                )
-                command = [*place.command, sys.executable, "-m", "prsgd.bench.rank", json.dumps(vars(orders))]
+                own = replace(orders, rank=rank, ranks=len(places), address=place.address, interface=place.interface)
+                own = replace(own, first=places[0].address, port=port)
+                command = [*place.command, sys.executable, "-m", "prsgd.bench.rank", json.dumps(vars(own))]
                 with said[rank].open("w") as words:
                     processes.append(
                         subprocess.Popen(
@@ -233,9 +234,9 @@ def _team(contestant: str, model: str, period: int, places: Sequence[Place]) -> 
                             start_new_session=True,  # Ctrl-C is ours to answer
                         )
                     )
-            team = Team(processes, said)
-            team.wait()
-            yield team
+            ready = Team(processes, said)
+            ready.wait()
+            yield ready
         finally:
             _end(processes)
 

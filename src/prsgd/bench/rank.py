@@ -1,11 +1,13 @@
 """One rank of one contestant: ``python -m prsgd.bench.rank '{"contestant": "ddp", ...}'``
 
 It prepares itself, says so, and then takes as many steps as each line of its standard input says, answering with what
-they took. It ends with its standard input, so that none is left when whoever started it is gone.
+they took; the line "accuracy" is answered with that of the mean of all ranks' models. It ends with its standard input,
+so that none is left when whoever started it is gone.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -13,9 +15,12 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from prsgd.comm.job import Job
+
+if TYPE_CHECKING:
+    from prsgd.bench.models import Work
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,17 @@ class Orders:
     contestant: str
     model: str
     period: int
-    rank: int
-    ranks: int
-    address: str
+    warm_up: int = 0
+    """Steps that are taken first, and not looked at."""
+    seed: int = 0
+    lr: float = 0.01
+    rank: int = 0
+    ranks: int = 1
+    address: str = ""
     """Its own, and the first rank's, where the store is."""
-    first: str
-    port: int
-    interface: str
+    first: str = ""
+    port: int = 0
+    interface: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,12 +68,16 @@ def main() -> None:
 
     torch.set_num_threads(1)
     prsgd.init(backend="gloo", timeout_seconds=120)
+    job = work(orders.model, orders.rank, orders.ranks, orders.seed, orders.lr)
     ground = Ground(orders.rank, orders.ranks, orders.address, orders.period)
-    with CONTESTANTS[orders.contestant].train(work(orders.model, orders.rank), ground) as step:
-        for _ in range(2 * orders.period):
+    with CONTESTANTS[orders.contestant].train(job, ground) as step:
+        for _ in range(orders.warm_up):
             step()
         _say(answers, {"ready": True})
         for line in sys.stdin:
+            if line.strip() == "accuracy":
+                _say(answers, {"accuracy": accuracy(job)})
+                continue
             times = [time.perf_counter()]
             processor = time.process_time()
             for _ in range(int(line)):
@@ -75,6 +88,23 @@ def main() -> None:
             usual = median(took)
             block = Block(times[-1] - times[0], processor, sum(max(0.0, t - usual) for t in took))
             _say(answers, vars(block))
+
+
+def accuracy(work: Work) -> float:
+    """Of the mean of all ranks' models, on all test samples."""
+    import torch
+    import torch.distributed as dist
+
+    assert work.accuracy is not None
+    mean = copy.deepcopy(work.model)
+    with torch.no_grad():
+        for tensor in (*mean.parameters(), *mean.buffers()):
+            if tensor.is_floating_point():
+                dist.all_reduce(tensor)
+                tensor /= dist.get_world_size()
+    sums = torch.tensor(work.accuracy(mean))
+    dist.all_reduce(sums)
+    return float(sums[0] / sums[1])
 
 
 def _say(answers: TextIO, what: dict[str, object]) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import prsgd
+from prsgd.bench.climb import Climb
 from prsgd.bench.contestants import CONTESTANTS, NONE, is_ours
 from prsgd.bench.race import Race
 from prsgd.report.figures import save
-from prsgd.report.figures.style import COLOURS
+from prsgd.report.figures.style import COLOURS, DASHES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -28,8 +30,12 @@ one average  what steps with one take beyond the others; DDP has none without
 processor    time that communication takes of it in one period, per rank"""
 
 
-def text(race: Race) -> str:
+def text(found: Race | Climb) -> str:
     """For a terminal of 80 columns."""
+    return _text_of_race(found) if isinstance(found, Race) else _text_of_climb(found)
+
+
+def _text_of_race(race: Race) -> str:
     head = f"{race.model} over {race.link}, {race.ranks} ranks, period {race.period}"
     lines = [head, f"{'':17} throughput   (rounds)  one average  processor"]
     for name in race.ranking():
@@ -41,6 +47,19 @@ def text(race: Race) -> str:
         lines.append(f"{share} {sync:>12} {processor:>10}".rstrip())
     lines += [f"{name:17} left out: {why}" for name, why in race.left_out.items()]
     return "\n".join(lines)
+
+
+def _text_of_climb(climb: Climb) -> str:
+    lines = [
+        f"{climb.model} over {climb.link}, {climb.ranks} ranks, to {100 * climb.target:g} % of the test samples",
+        f"{'':22} {'seconds':>9} {'steps':>7} {'best':>8}",
+    ]
+    for name in climb.ranking():
+        seconds = climb.median_seconds(name)
+        steps = median(points[-1].steps for points in climb.points[name])
+        said = "not all" if seconds is None else f"{seconds:.2f}"
+        lines.append(f"{name:22} {said:>9} {steps:>7g} {100 * climb.best(name):>6.1f} %")
+    return "\n".join([*lines, *(f"{name:22} left out: {why}" for name, why in climb.left_out.items())])
 
 
 def markdown(races: Sequence[Race]) -> str:
@@ -86,20 +105,49 @@ def _cpuinfo() -> Iterable[str]:
     return place.read_text().splitlines() if place.exists() else ()
 
 
-def write(races: Sequence[Race], folder: Path, command: str) -> list[Path]:
-    """bench.json with every lap, bench.md with the table, and the figure; returns their paths."""
+def content(found: Sequence[Race | Climb]) -> dict[str, Any]:
+    """Every lap and every look."""
+    races, climbs = _apart(found)
+    told = {"races": [r.to_json() for r in races], "climbs": [c.to_json() for c in climbs]}
+    return {"machine": machine(), **{kind: parts for kind, parts in told.items() if parts}}
+
+
+def write(found: Sequence[Race | Climb], folder: Path, command: str) -> list[Path]:
+    """bench.json with every lap, bench.md with the tables, and the figures; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"command": command, "machine": machine(), "races": [race.to_json() for race in races]}
     kept = folder / "bench.json"
-    kept.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    kept.write_text(json.dumps({"command": command, **content(found)}, indent=1) + "\n", encoding="utf-8")
+    races, climbs = _apart(found)
     page = folder / "bench.md"
-    page.write_text(markdown(races) + "\n", encoding="utf-8")
-    return [kept, page, *save(folder, {"bench": lambda: draw(races)})]
+    tables = ([markdown(races)] if races else []) + [_markdown_of_climb(climb) for climb in climbs]
+    page.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
+    figures: dict[str, Callable[[], Drawing]] = {}
+    if races:
+        figures["bench"] = lambda: draw(races)
+    if climbs:
+        figures["accuracy"] = lambda: draw_climbs(climbs)
+    return [kept, page, *save(folder, figures)]
 
 
-def read(place: Path) -> list[Race]:
-    """The races of a bench.json."""
-    return [Race.from_json(content) for content in json.loads(place.read_text(encoding="utf-8"))["races"]]
+def read(place: Path) -> list[Race | Climb]:
+    """What a bench.json tells."""
+    told = json.loads(place.read_text(encoding="utf-8"))
+    races = [Race.from_json(part) for part in told.get("races", ())]
+    return [*races, *(Climb.from_json(part) for part in told.get("climbs", ()))]
+
+
+def _apart(found: Sequence[Race | Climb]) -> tuple[list[Race], list[Climb]]:
+    return [f for f in found if isinstance(f, Race)], [f for f in found if isinstance(f, Climb)]
+
+
+def _markdown_of_climb(climb: Climb) -> str:
+    head = f"{climb.model}, {climb.link}, {climb.ranks} ranks, to {100 * climb.target:g} %"
+    lines = [f"| {head} | seconds | steps | best accuracy |", "|---|---|---|---|"]
+    for name in climb.ranking():
+        seconds = ", ".join("never" if s is None else f"{s:.1f}" for s in climb.seconds(name))
+        steps = ", ".join(str(points[-1].steps) for points in climb.points[name])
+        lines.append(f"| {name} | {seconds} | {steps} | {100 * climb.best(name):.1f} % |")
+    return "\n".join(lines)
 
 
 def draw(races: Sequence[Race]) -> Drawing:
@@ -120,4 +168,27 @@ def draw(races: Sequence[Race]) -> Drawing:
         axes.set_xlabel("throughput / without communication")
         axes.set_yticks(range(len(names)), names)
         axes.grid(axis="y", visible=False)
+    return drawing
+
+
+def draw_climbs(climbs: Sequence[Climb]) -> Drawing:
+    """Lines: accuracy against the seconds of training, one panel a climb, the first seed of each contestant."""
+    from matplotlib.figure import Figure as Drawing
+
+    drawing = Drawing(figsize=(0.9 + 3.0 * len(climbs), 3.0), layout="constrained")
+    for axes, climb in zip(drawing.subplots(1, len(climbs), squeeze=False)[0], climbs):
+        for style, (name, seeds) in enumerate(climb.points.items()):
+            dashes = DASHES[style % len(DASHES)]
+            axes.plot(
+                [p.seconds for p in seeds[0]],
+                [100 * p.accuracy for p in seeds[0]],
+                color=COLOURS[style % len(COLOURS)],
+                linestyle=(0, dashes) if dashes else "-",
+                label=name,
+            )
+        axes.axhline(100 * climb.target, color="black", linewidth=0.6)
+        axes.set_title(f"{climb.model}, {climb.link}, {climb.ranks} ranks")
+        axes.set_xlabel("seconds of training")
+        axes.set_ylabel("test accuracy (%)")
+        axes.legend(loc="lower right")
     return drawing

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
+from prsgd._check import one_of, positive, whole_number
 from prsgd.cli.parser import Parser, fail, path, refusing
 
 LINKS = ["loopback", "1Gbit", "100Mbit"]
@@ -30,6 +32,12 @@ def add(parser: Parser) -> None:
     parser.add_argument("--period", type=int, default=8, metavar="I", help="steps between averages (8)")
     parser.add_argument("--ranks", type=int, default=2, metavar="R", help="processes, of one thread each (2)")
     parser.add_argument("--rounds", type=int, default=7, metavar="K", help="in which all take turns (7)")
+    parser.add_argument(
+        "--accuracy", type=float, metavar="A",
+        help="time until the test accuracy is A, of a task of the lab: --models digits/cnn",
+    )  # fmt: skip
+    parser.add_argument("--lr", type=float, default=0.02, help="with --accuracy (0.02)")
+    parser.add_argument("--seeds", type=int, default=3, metavar="S", help="with --accuracy: how many (3)")
     parser.add_argument("--out", type=path, metavar="DIR", help="for bench.json, bench.md and figures/bench.png")
     parser.add_argument("--json", action="store_true", help="every lap, for programs")
     parser.add_argument("--list", action="store_true", help="the models and the contestants")
@@ -37,11 +45,11 @@ def add(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 if at least one race came to its end."""
-    from prsgd._check import one_of, whole_number
     from prsgd.bench import told
+    from prsgd.bench.climb import CLIMBERS, Climb, climb, parse
     from prsgd.bench.contestants import CONTESTANTS
     from prsgd.bench.links import Link, NoLinkError
-    from prsgd.bench.models import MODELS
+    from prsgd.bench.models import MODELS, check
     from prsgd.bench.race import DropOutError, Race, race
 
     if args.list:
@@ -50,38 +58,57 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(f"{name:17} {summary}" for name, summary in rows.items()))
         return 0
     with refusing("bench"):
-        models = [one_of("models", name, MODELS) for name in args.models]
-        usual = [name for name in CONTESTANTS if name not in ASIDE]
-        contestants = [one_of("contestants", name, CONTESTANTS) for name in args.contestants or usual]
+        numbers = _numbers(args)
+        models = [check(name) for name in args.models]
+        usual = CLIMBERS if args.accuracy is not None else [name for name in CONTESTANTS if name not in ASIDE]
+        contestants = args.contestants or usual
+        for text in contestants:
+            one_of("contestants", parse(text, args.period)[0] if args.accuracy is not None else text, CONTESTANTS)
         links = [Link.parse(text) for text in args.links]
-        ranks = whole_number("ranks", args.ranks, at_least=2, at_most=MOST_RANKS)
-        rounds = whole_number("rounds", args.rounds, at_least=1, at_most=MOST_ROUNDS)
-        period = whole_number("period", args.period, at_least=1, at_most=MOST_PERIOD)
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
-    races: list[Race] = []
+    found: list[Race | Climb] = []
     with _terminable():
         for model, link in ((m, k) for m in models for k in links):
             try:
-                races.append(race(model, link, contestants, period=period, ranks=ranks, rounds=rounds, tell=_say))
+                start = climb if args.accuracy is not None else race
+                found.append(start(model, link, contestants, tell=_say, **numbers))
             except (NoLinkError, DropOutError) as problem:
                 _say("")
                 print(f"left out: {model} over {link.name}: {problem}", file=sys.stderr)
                 continue
             _say("")
             if not args.json:
-                print(told.text(races[-1]), end="\n\n", flush=True)
+                print(told.text(found[-1]), end="\n\n", flush=True)
             if args.out is not None:  # what there is, should the rest be interrupted
-                paths = told.write(races, args.out, shlex.join(["prsgd", *sys.argv[1:]]))
-    if not races:
+                paths = told.write(found, args.out, shlex.join(["prsgd", *sys.argv[1:]]))
+    if not found:
         fail("bench", "no race came to its end", code=1)
     if args.json:
-        print(json.dumps({"machine": told.machine(), "races": [r.to_json() for r in races]}))
-    else:
+        print(json.dumps(told.content(found)))
+    elif args.accuracy is None:
         print(told.NOTE)
     if args.out is not None:
         print("\n".join(map(str, paths)), file=sys.stderr if args.json else sys.stdout)
     return 0
+
+
+def _numbers(args: argparse.Namespace) -> dict[str, Any]:
+    """What a race or a climb is told beside who runs where."""
+    found: dict[str, Any] = {
+        "ranks": whole_number("ranks", args.ranks, at_least=2, at_most=MOST_RANKS),
+        "period": whole_number("period", args.period, at_least=1, at_most=MOST_PERIOD),
+    }
+    rounds = whole_number("rounds", args.rounds, at_least=1, at_most=MOST_ROUNDS)
+    if args.accuracy is None:
+        return {**found, "rounds": rounds}
+    if not 0 < args.accuracy <= 1:
+        raise ValueError(f"accuracy must be above 0 and at most 1, got {args.accuracy}")
+    for name in args.models:
+        if "/" not in name:
+            raise ValueError(f"to an accuracy: models must be of the lab's tasks, as digits/cnn, got {name!r}")
+    seeds = whole_number("seeds", args.seeds, at_least=1, at_most=MOST_ROUNDS)
+    return {**found, "target": args.accuracy, "lr": positive("lr", args.lr), "seeds": range(seeds)}
 
 
 def _say(line: str) -> None:
