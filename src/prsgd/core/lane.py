@@ -65,7 +65,8 @@ class Lane:
         self, run: Run, schedule: Schedule, rows: Rows, state: OptimizerState, buffers: Buffers, books: Books
     ) -> None:
         hosted, setting = len(run.comm.workers), run.setting
-        by_worker = (setting.shares_speed or setting.hides) + setting.hides + run.averaging.tells
+        hides = setting.hides and not run.averaging.hears_neighbours_only  # which would not choose alike: it stays at 1
+        by_worker = (setting.shares_speed or hides) + hides + run.averaging.tells
         self.snapshots = Snapshots(
             rows,
             state,
@@ -96,7 +97,7 @@ class Lane:
                 clock=run.clock,
                 lr=run.lr,
                 shares_speed=setting.shares_speed,
-                hides=setting.hides,
+                hides=hides,
                 skipped=run.skipped,
                 noise=run.noise,
             ),
@@ -104,7 +105,7 @@ class Lane:
             done_timeout_seconds=run.done_timeout_seconds,
             memory={},
             learn=schedule.learn if isinstance(schedule, Learns) else None,
-            hiding=Hiding() if setting.hides else None,
+            hiding=Hiding() if hides else None,
         )
         self.loop = Loop(schedule, self.averages, run.clock, check=run.check, lr=run.lr, set_lr=run.set_lr)
         self._clock, self._ids = run.clock, run.roll.ids
