@@ -48,9 +48,7 @@ class Runner:
             schedule=made(scenario.schedule),
             averaging=made(scenario.averaging),
             overlap="auto" if scenario.transfers else scenario.overlap,
-            clock=Told(range(self.workers[0], self.workers[-1] + 1), scenario.transfers)
-            if scenario.transfers
-            else None,
+            clock=Told(scenario.transfers) if scenario.transfers else None,
             optimizer_state=scenario.optimizer_state,
             timeout_seconds=LIMIT_SECONDS,
             done_timeout_seconds=LIMIT_SECONDS,

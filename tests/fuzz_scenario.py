@@ -187,7 +187,8 @@ def draw(seed: int) -> Scenario:
     if overlap and not found.nans and found.optimizer_state != "average" and dice.random() < 0.4:
         transfers = tuple(dice.choice([0.5, 1.5, 2.5, 9.0]) for _ in range(dice.randint(1, 4)))
         log = "before" if found.log == "after" else found.log  # as above: an overlap may be as long as a round
-        found = replace(found, transfers=transfers, overlap=1, log=log)
+        batches = tuple(n and n + 6 for n in batches)  # so many that the overlap may change
+        found = replace(found, batches=batches, transfers=transfers, overlap=1, log=log)
     return found
 
 

@@ -25,9 +25,14 @@ class Told(WallClock):
     """A clock by which transfers take so many steps, average by average and over and over; it is the same in every
     process, and of worker i all take i times ``late`` longer, as if it had launched so much earlier."""
 
-    def __init__(self, workers: range, transfers: Sequence[float], late: float = 0.25) -> None:
-        super().__init__(workers)
-        self._workers, self._transfers, self._late = workers, transfers, late
+    def __init__(self, transfers: Sequence[float], late: float = 0.25) -> None:
+        super().__init__(range(1))
+        self._transfers, self._late = transfers, late
+
+    def check(self, num_workers: int, hosted: range) -> None:
+        """Of these workers."""
+        super().__init__(hosted)
+        self._workers = hosted
 
     def arrived(self, sent: Sent, *, round: int, flight_seconds: float) -> list[float]:
         super().arrived(sent, round=round, flight_seconds=flight_seconds)

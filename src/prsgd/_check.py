@@ -51,7 +51,8 @@ def whole_number_or_auto(
     try:
         return whole_number(name, value, at_least=at_least, at_most=at_most)
     except ValueError as error:
-        raise ValueError(str(error).replace(", got", ', or "auto", got', 1)) from None
+        least = f">= {at_least}"
+        raise ValueError(str(error).replace(f"{least},", f'{least}, or "auto",', 1)) from None
 
 
 def positive(name: str, value: object) -> float:

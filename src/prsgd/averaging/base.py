@@ -224,8 +224,15 @@ class Setting:
     @classmethod
     def of(cls, schedule: Schedule, num_workers: int, overlap: int | Literal["auto"], optimizer_state: str) -> Setting:
         """With what the schedule brings along."""
-        kinds = (isinstance(schedule, kind) for kind in (SharesSpeed, ByClock, Learns))
-        return cls(num_workers, 1 if overlap == "auto" else overlap, optimizer_state, *kinds, overlap == "auto")
+        return cls(
+            num_workers,
+            1 if overlap == "auto" else overlap,
+            optimizer_state,
+            shares_speed=isinstance(schedule, SharesSpeed),
+            by_clock=isinstance(schedule, ByClock),
+            learns=isinstance(schedule, Learns),
+            hides=overlap == "auto",
+        )
 
     def require(self, averaging: Averaging) -> None:
         """Raise a ValueError that says why the averaging cannot work with this setting."""
