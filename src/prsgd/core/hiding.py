@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from prsgd.schedules.base import Round
@@ -26,6 +27,8 @@ SPARE = 1.1
 LITTLE = 0.01
 """Of a step: so much is waited for rather than hidden by one step more."""
 
+_in_steps = attrgetter("in_steps")
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -34,13 +37,17 @@ class Transfer:
     flight_seconds: float
     step_seconds: float
 
-    def steps(self, times: float = 1.0) -> int:
-        """How many hide a transfer that takes so many times as long, at least 1.
+    @property
+    def in_steps(self) -> float:
+        return self.flight_seconds / self.step_seconds
 
-        >>> Transfer(0.05, 0.02).steps(), Transfer(0.04, 0.02).steps(), Transfer(0.04, 0.02).steps(1.1)
+    def hidden_by(self, times: float = 1.0) -> int:
+        """How many steps hide a transfer that takes so many times as long, at least 1.
+
+        >>> Transfer(0.05, 0.02).hidden_by(), Transfer(0.04, 0.02).hidden_by(), Transfer(0.04, 0.02).hidden_by(1.1)
         (3, 2, 3)
         """
-        return max(1, math.ceil(times * self.flight_seconds / self.step_seconds - LITTLE))
+        return max(1, math.ceil(times * self.in_steps - LITTLE))
 
 
 @dataclass
@@ -59,17 +66,17 @@ class Hiding:
     """The newest, at most ``CALM``."""
 
     def hear(self, flights: Sequence[float], step_seconds: Sequence[float]) -> None:
-        """Of an average, by worker; 0: unknown, as where nothing travels."""
+        """What all workers tell of an average, in seconds by worker; 0: unknown, as where nothing travels."""
         known = [(flight, step) for flight, step in zip(flights, step_seconds) if flight > 0 and step > 0]
         if not known:
             return
         self.heard = [*self.heard, Transfer(*min(known))][-CALM:]
-        newest = sorted(self.heard[-RECENT:], key=Transfer.steps)
-        middle, longest = newest[(len(newest) - 1) // 2], max(self.heard, key=Transfer.steps)
-        if middle.steps() > self.overlap:
-            self.overlap, self.chosen_by = middle.steps(), middle
-        elif len(self.heard) == CALM and longest.steps(SPARE) < self.overlap:
-            self.overlap, self.chosen_by = longest.steps(SPARE), longest
+        newest = sorted(self.heard[-RECENT:], key=_in_steps)
+        middle, longest = newest[(len(newest) - 1) // 2], max(self.heard, key=_in_steps)
+        if middle.hidden_by() > self.overlap:
+            self.overlap, self.chosen_by = middle.hidden_by(), middle
+        elif len(self.heard) == CALM and longest.hidden_by(SPARE) < self.overlap:
+            self.overlap, self.chosen_by = longest.hidden_by(SPARE), longest
 
     def of(self, round: Round, before: int) -> tuple[int, Round]:
         """The overlap of a round that opens, never above its length, and the round with the reason if that is another

@@ -42,7 +42,7 @@ class Round:
     seconds: float | None = None
     lr: float | None = None
     reason: str = field(default="", repr=False)
-    """Why it is longer or shorter than the one before; for the record of its average, beside why its overlap is."""
+    """Why it is longer or shorter than the one before; for the record of its average."""
 
     def __post_init__(self) -> None:
         if self.steps is not None:
