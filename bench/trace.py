@@ -31,8 +31,8 @@ class Silent(WallClock):
     def launched(self, done: Any) -> None:
         pass
 
-    def arrived(self, sent: Any, **_: Any) -> None:
-        pass
+    def arrived(self, sent: Any, **_: Any) -> list[float]:
+        return []
 
     def landed(self, place: int, round: int) -> None:
         pass

@@ -15,7 +15,7 @@ import prsgd
 from tests.fuzz_outcome import NUMBERS, Look, Outcome
 from tests.fuzz_problem import optimizers, replica
 from tests.fuzz_scenario import Scenario, made
-from tests.problems import batch
+from tests.problems import Told, batch
 
 LIMIT_SECONDS = 30.0
 """How long a rank waits for another."""
@@ -47,7 +47,8 @@ class Runner:
             comm=self.comm,
             schedule=made(scenario.schedule),
             averaging=made(scenario.averaging),
-            overlap=scenario.overlap,
+            overlap="auto" if scenario.transfers else scenario.overlap,
+            clock=Told(scenario.transfers) if scenario.transfers else None,
             optimizer_state=scenario.optimizer_state,
             timeout_seconds=LIMIT_SECONDS,
             done_timeout_seconds=LIMIT_SECONDS,
@@ -272,7 +273,7 @@ def _launched(scenario: Scenario, runner: Runner) -> dict[int, int]:
     for w, steps in zip(runner.workers, runner.local.steps, strict=True):
         skips = sum(1 for worker, b in scenario.skips if worker == w and b <= runner.taken[w])
         undone = runner.taken[w] - skips - steps  # steps not taken, since a model that was not finite was replaced
-        found[w] = sum(c - undone <= steps for c in scenario.closings(w, scenario.overlap))
+        found[w] = sum(c - undone <= steps for c in scenario.closings(w))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 import prsgd
+from prsgd.core.hiding import Hiding
 from prsgd.schedules.base import Now
 
 NAN_PLACES = ("parameters", "gradient", "after", "buffers", "infinite")
@@ -35,6 +37,9 @@ class Scenario:
     batches: tuple[int, ...] = (6, 6)
     """Of each worker: its data."""
     overlap: int = 0
+    transfers: tuple[float, ...] = ()
+    """In steps, what averages take one after another by a clock that is the same everywhere: the overlap, at first 1,
+    is chosen by them."""
     optimizer: str = "sgd"
     """"sgd", "momentum", "adam", or "two": momentum for the matrices and adam for the rest, one after the other."""
     weight_decay: float = 0.0
@@ -71,7 +76,15 @@ class Scenario:
         """What the first optimizer begins with."""
         return 0.02 if self.optimizer == "adam" else 0.2
 
-    def closings(self, worker: int, overlap: int) -> list[int]:
+    def overlaps(self) -> Iterator[int]:
+        """Of the rounds, before they are cut to a round's length."""
+        hiding, heard = Hiding(), bool(self.transfers) and not self.averaging.startswith("gossip")
+        for round in itertools.count(1):
+            if heard and round > 2:  # the average before that has brought what the one before it took
+                hiding.hear([self.transfers[(round - 3) % len(self.transfers)]], [1.0])
+            yield hiding.overlap if heard else self.overlap
+
+    def closings(self, worker: int) -> list[int]:
         """The worker's steps after which its rounds close, if it takes every step.
 
         Those of ``auto()`` are not known before. All workers have the same, so it is enough to tell steps apart.
@@ -79,7 +92,7 @@ class Scenario:
         if self.schedule.startswith("auto"):
             return list(range(1, 40))
         found, opened = [], 0
-        for round in range(1, 40):
+        for round, overlap in zip(range(1, 40), self.overlaps()):
             now = Now(worker=worker, num_workers=self.num_workers, round=round, step=opened, lr=self.lr, last=None)
             steps = made(self.schedule).open(now).steps
             if steps is None:
@@ -171,6 +184,11 @@ def draw(seed: int) -> Scenario:
         found = replace(found, warmup=dice.choice([2, 5]))
     if last > 1 and dice.random() < 0.6:
         found = replace(found, resume_at=dice.randint(1, last))
+    if overlap and not found.nans and found.optimizer_state != "average" and dice.random() < 0.4:
+        transfers = tuple(dice.choice([0.5, 1.5, 2.5, 9.0]) for _ in range(dice.randint(1, 4)))
+        log = "before" if found.log == "after" else found.log  # as above: an overlap may be as long as a round
+        batches = tuple(n and n + 6 for n in batches)  # so many that the overlap may change
+        found = replace(found, batches=batches, transfers=transfers, overlap=1, log=log)
     return found
 
 
@@ -249,7 +267,10 @@ def simpler(s: Scenario) -> Iterator[Scenario]:
         yield replace(s, form="model")
     if s.averaging != "mean()":
         yield replace(s, averaging="mean()")
-    if s.overlap:
+    if s.transfers:
+        yield replace(s, transfers=())
+        yield replace(s, transfers=s.transfers[:-1]) if len(s.transfers) > 1 else replace(s, transfers=(0.5,))
+    elif s.overlap:
         yield replace(s, overlap=s.overlap - 1)
     for period in (1, 2, 3):
         if s.overlap <= period and s.schedule != f"every({period})" and s.schedule not in ("every(1)", "every(2)"):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import prsgd
+from prsgd.clocks.base import Sent
+from prsgd.clocks.wall import WallClock
 
 CHANGING: dict[str, prsgd.Schedule] = {
     "growing": prsgd.growing(lr_scale=0.05),
@@ -17,6 +19,27 @@ CHANGING: dict[str, prsgd.Schedule] = {
     "auto": prsgd.auto(tolerance=40.0),
 }
 """One of each kind of schedule whose rounds change: the suites that try all schedules take them from here."""
+
+
+class Told(WallClock):
+    """A clock by which transfers take so many steps, average by average and over and over; it is the same in every
+    process, and of worker i all take i times ``late`` longer, as if it had launched so much earlier."""
+
+    def __init__(self, transfers: Sequence[float], late: float = 0.25) -> None:
+        super().__init__(range(1))
+        self._transfers, self._late = transfers, late
+
+    def check(self, num_workers: int, hosted: range) -> None:
+        """Of these workers."""
+        super().__init__(hosted)
+        self._workers = hosted
+
+    def arrived(self, sent: Sent, *, round: int, flight_seconds: float) -> list[float]:
+        super().arrived(sent, round=round, flight_seconds=flight_seconds)
+        return [self._transfers[(round - 1) % len(self._transfers)] + self._late * worker for worker in self._workers]
+
+    def step_seconds(self, place: int) -> float:
+        return 1.0
 
 
 class Point(nn.Module):

@@ -29,10 +29,10 @@ def test_period(period: Any) -> None:
         prsgd.every(period)
 
 
-@pytest.mark.parametrize("overlap", [-1, 0.5, "1"])
+@pytest.mark.parametrize("overlap", [-1, 0.5, "1", "fast", "Auto", True, None])
 def test_overlap(overlap: Any) -> None:
     net = model()
-    with pytest.raises(ValueError, match=rf"^overlap must be a whole number >= 0, got {overlap!r}$"):
+    with pytest.raises(ValueError, match=rf'^overlap must be a whole number >= 0, or "auto", got {overlap!r}$'):
         prsgd.LocalSGD(net, sgd(net), schedule=prsgd.every(4), overlap=overlap)
 
 

@@ -27,13 +27,14 @@ CASES: list[dict[str, Any]] = [
 
 
 def run(options: dict[str, Any], steps: int, stop_at: int | None = None, kind: str = "batchnorm") -> Any:
-    """Train; with ``stop_at`` save everything there, throw all away, load it into new objects and go on."""
-    options = dict(options)
+    """Train; with ``stop_at`` save everything there, throw all away, load it into new objects and go on. A ``clock``
+    among the options makes one."""
 
     def build() -> tuple[prsgd.Fleet, torch.optim.Optimizer, prsgd.LocalSGD]:
         fleet = prsgd.Fleet(model(kind), 2)
         optimizer = torch.optim.SGD(fleet.parameters(), lr=0.2, momentum=0.9)
-        return fleet, optimizer, prsgd.LocalSGD(fleet, optimizer, **options)
+        own = {**options, "clock": options["clock"]()} if "clock" in options else options
+        return fleet, optimizer, prsgd.LocalSGD(fleet, optimizer, **own)
 
     fleet, optimizer, local = build()
     records = []

@@ -6,6 +6,7 @@ import difflib
 import operator
 import sys
 from collections.abc import Iterable
+from typing import Literal
 
 MOST_SHOWN = 80
 """Characters of a value that a message repeats: an error is one line that can be read."""
@@ -32,6 +33,26 @@ def whole_number(name: str, value: object, *, at_least: int, at_most: int | None
     if at_most is not None and number > at_most:
         raise ValueError(f"{name} must be at most {at_most:,}, got {shown(value)}")
     return number
+
+
+def whole_number_or_auto(
+    name: str, value: object, *, at_least: int, at_most: int | None = None
+) -> int | Literal["auto"]:
+    """The same, or the word for one that is chosen as the run goes.
+
+    >>> whole_number_or_auto("overlap", "auto", at_least=0)
+    'auto'
+    >>> whole_number_or_auto("overlap", "fast", at_least=0)
+    Traceback (most recent call last):
+    ValueError: overlap must be a whole number >= 0, or "auto", got 'fast'
+    """
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    try:
+        return whole_number(name, value, at_least=at_least, at_most=at_most)
+    except ValueError as error:
+        least = f">= {at_least}"
+        raise ValueError(str(error).replace(f"{least},", f'{least}, or "auto",', 1)) from None
 
 
 def positive(name: str, value: object) -> float:

@@ -89,14 +89,15 @@ class Record:
     samples: int
     """Sum of the samples given to ``log`` in this round."""
     step_seconds: tuple[float, ...] | None = None
-    """Mean seconds of a step, by worker id, as known one average later; None unless the schedule asks for it."""
+    """Mean seconds of a step, by worker id, as known one average later; None unless the schedule asks for it, or the
+    overlap is chosen by it."""
     hops: int = 0
     """Messages one after another that it took; 0: as many as a sum takes."""
     noise: float | None = None
     """How far the scatter of one step's gradients would move a model at lr 1, squared: the mean of what the workers saw
     in this round; None unless the schedule asks for it, or if nobody looked."""
     reason: str = ""
-    """Why the schedule made the round longer or shorter than the one before."""
+    """Why the schedule made the round longer or shorter than the one before, and why its overlap is another."""
     modelled: Annotated[Modelled, _modelled] | None = None
     """With a ``prsgd.cluster.ClusterClock``."""
 

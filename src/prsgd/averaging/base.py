@@ -11,8 +11,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,7 +102,10 @@ class Header:
     flat: Tensor | None = None
     """Room for one collective: (P + E + tail,) with the dtype to sum in, reused by every average."""
     step_seconds: tuple[float, ...] = ()
-    """By worker id, 0 where not hosted, as sent; of all workers as landed. Empty unless the schedule asks for them."""
+    """By worker id, 0 where not hosted, as sent; of all workers as landed. Empty unless the schedule asks for them, or
+    the overlap is to be chosen."""
+    flights: tuple[float, ...] = ()
+    """The same of the seconds that the last average was under way; empty unless the overlap is to be chosen."""
     noise: tuple[float, ...] = ()
     """How much gradients scattered, summed over looks, and the number of looks. Empty unless the schedule asks."""
     skipped: tuple[int, ...] = ()
@@ -127,7 +130,8 @@ class Header:
 
     def numbers(self) -> Tensor:
         """What the loop tells, to be summed as it is."""
-        return self.exact.new_tensor((*self.sums.packed(), *self.step_seconds, *self.noise, *self.tells))
+        by_worker = (*self.step_seconds, *self.flights, *self.tells)
+        return self.exact.new_tensor((*self.sums.packed(), *self.noise, *by_worker))
 
     def tail(self) -> Tensor:
         """All that is summed as it is: the numbers, and the buffers."""
@@ -139,17 +143,19 @@ class Header:
 
     def landed(self, extras: Tensor, tail: Tensor, exact: Tensor | None = None) -> Header:
         """The header of all workers, from what came back; ``exact`` unless it is the rest of the tail."""
-        widths = SUMS_WIDTH, len(self.step_seconds), len(self.noise), len(self.tells)
+        widths = SUMS_WIDTH, len(self.noise), len(self.step_seconds), len(self.flights), len(self.tells)
         ends = list(accumulate(widths))
-        numbers = tail[: ends[3]].tolist()
+        numbers = tail[: ends[-1]].tolist()
+        noise, step_seconds, flights, tells = (tuple(numbers[a:b]) for a, b in pairwise(ends))
         return _changed(
             self,
             extras=extras,
             sums=Sums.unpacked(numbers[: ends[0]]),
-            step_seconds=tuple(numbers[ends[0] : ends[1]]),
-            noise=tuple(numbers[ends[1] : ends[2]]),
-            tells=tuple(numbers[ends[2] :]),
-            exact=tail[ends[3] :] if exact is None else exact,
+            noise=noise,
+            step_seconds=step_seconds,
+            flights=flights,
+            tells=tells,
+            exact=tail[ends[-1] :] if exact is None else exact,
         )
 
 
@@ -204,6 +210,7 @@ class Setting:
 
     num_workers: int
     overlap: int = 0
+    """1 where it is to be chosen: it is never 0 there."""
     optimizer_state: str = "keep"
     shares_speed: bool = False
     """Does the schedule need the seconds that every worker takes for a step?"""
@@ -211,12 +218,21 @@ class Setting:
     """Do its rounds last so many seconds?"""
     learns: bool = False
     """Does the schedule need the workers' drift, and how much their gradients scatter?"""
+    hides: bool = False
+    """Is the overlap to be chosen so that it hides the transfer?"""
 
     @classmethod
-    def of(cls, schedule: Schedule, num_workers: int, overlap: int, optimizer_state: str) -> Setting:
+    def of(cls, schedule: Schedule, num_workers: int, overlap: int | Literal["auto"], optimizer_state: str) -> Setting:
         """With what the schedule brings along."""
-        kinds = (isinstance(schedule, kind) for kind in (SharesSpeed, ByClock, Learns))
-        return cls(num_workers, overlap, optimizer_state, *kinds)
+        return cls(
+            num_workers,
+            1 if overlap == "auto" else overlap,
+            optimizer_state,
+            shares_speed=isinstance(schedule, SharesSpeed),
+            by_clock=isinstance(schedule, ByClock),
+            learns=isinstance(schedule, Learns),
+            hides=overlap == "auto",
+        )
 
     def require(self, averaging: Averaging) -> None:
         """Raise a ValueError that says why the averaging cannot work with this setting."""

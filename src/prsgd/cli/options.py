@@ -12,7 +12,7 @@ from typing import Any
 
 from prsgd import _toml
 from prsgd._check import shown
-from prsgd.cli.parser import Parser, number, path
+from prsgd.cli.parser import Parser, number, path, whole_or_auto
 from prsgd.lab.methods import METHODS
 from prsgd.tasks import MODULES
 
@@ -73,7 +73,14 @@ OPTIONS = (
         several=True,
         help_in_comparison="local steps between two averages (1 4 8 16 32; beside other methods each one's own)",
     ),
-    Option("overlap", HOW, f"steps that hide an average's transfer ({_OVERLAPS})", "D", int, several=True),
+    Option(
+        "overlap",
+        HOW,
+        f"steps that hide an average's transfer, or auto: as many as hide it ({_OVERLAPS})",
+        "D",
+        whole_or_auto,
+        several=True,
+    ),
     Option("switch", HOW, f"when {_SWITCHING} switches: after T steps, or a fraction of the run (0.5)", "T", number),
     Option("epochs", HOW, "passes over the data, all workers together (digits 40, synthetic 20, others 10)", "E", int),
     Option("steps", HOW, "instead of epochs: steps of each worker", "T", int),

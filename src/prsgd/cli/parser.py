@@ -55,7 +55,13 @@ class Parser(argparse.ArgumentParser):
             yield from choices.values()
 
 
-_KINDS = {"int": "a whole number", "float": "a number", "number": "a number", "path": "a path"}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "number": "a number",
+    "path": "a path",
+    "whole_or_auto": "a whole number or auto",
+}
 """What argparse calls by the names of the functions that read it."""
 
 
@@ -80,6 +86,14 @@ def number(text: str) -> float:
         return int(text)
     except ValueError:
         return float(text)
+
+
+def whole_or_auto(text: str) -> int | str:
+    """
+    >>> whole_or_auto("4"), whole_or_auto("auto")
+    (4, 'auto')
+    """
+    return text if text == "auto" else int(text)
 
 
 class _Help(argparse.HelpFormatter):

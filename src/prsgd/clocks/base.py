@@ -60,8 +60,8 @@ class Timekeeper(Protocol):
         """The average of all hosted workers; those that are done brought theirs only now."""
         ...
 
-    def arrived(self, sent: Sent, *, round: int, flight_seconds: float) -> None:
-        """Somebody waited for it, and it is there."""
+    def arrived(self, sent: Sent, *, round: int, flight_seconds: float) -> Sequence[float]:
+        """Somebody waited for it, and it is there: by place, how long it was under way since the worker's launch."""
         ...
 
     def landed(self, place: int, round: int) -> None:

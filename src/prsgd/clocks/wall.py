@@ -17,7 +17,7 @@ class WallClock:
 
     def __init__(self, workers: range, clock: Callable[[int], float] | None = None) -> None:
         self.trace = Trace()
-        self._first, self._clock = workers.start, clock
+        self._first, self._hosted, self._clock = workers.start, len(workers), clock
         self._at = time.monotonic()
         """Until when all is told."""
         self._computed: float | None = None
@@ -54,7 +54,7 @@ class WallClock:
     def launched(self, done: Sequence[int]) -> None:
         self._launched = time.monotonic()
 
-    def arrived(self, sent: Sent, *, round: int, flight_seconds: float) -> None:
+    def arrived(self, sent: Sent, *, round: int, flight_seconds: float) -> Sequence[float]:
         if self._computed is not None:  # inside a step: its gradient came before
             self.trace.add("step", self._first, self._at, self._computed, self._step + 1)
             self._stepping_seconds += self._computed - self._at
@@ -62,6 +62,7 @@ class WallClock:
         self._block(round)
         end = min(self._launched + flight_seconds, self._at) if flight_seconds else self._at
         self.trace.add("flight", self._first, self._launched, end, round)
+        return [flight_seconds] * self._hosted
 
     def landed(self, place: int, round: int) -> None:
         if self._computed is None:

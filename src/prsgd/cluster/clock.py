@@ -102,7 +102,7 @@ class ClusterClock:
     def launched(self, done: Sequence[int]) -> None:
         self._closed[done] = self._now[done]
 
-    def arrived(self, sent: Sent, *, round: int, flight_seconds: float) -> None:
+    def arrived(self, sent: Sent, *, round: int, flight_seconds: float) -> Sequence[float]:
         n = len(self._now)
         if sent.hears is None:
             self._start = np.full(n, self._closed.max())
@@ -111,6 +111,8 @@ class ClusterClock:
         seconds = self.cluster.average_seconds(sent.bytes_sent, sent.server_bytes_sent, sent.hops)
         self._arrival = self._start + _ticks(seconds)
         self.trace.add("flight", range(n), self._closed.copy(), self._arrival.copy(), round)
+        flights: list[float] = (self._arrival - self._closed).tolist()
+        return flights
 
     def landed(self, place: int, round: int) -> None:
         here, start, arrival = float(self._now[place]), float(self._start[place]), float(self._arrival[place])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
-from prsgd._check import one_of, positive, whole_number
+from prsgd._check import one_of, positive, whole_number_or_auto
 from prsgd.averaging.base import Averaging, Setting
 from prsgd.averaging.mean import mean
 from prsgd.averaging.wires.base import Wire
@@ -68,7 +68,7 @@ def assemble(
     *,
     schedule: Schedule,
     averaging: Averaging | Wire | None,
-    overlap: int,
+    overlap: int | Literal["auto"],
     optimizer_state: str,
     comm: Communicator | None,
     clock: Callable[[int], float] | None,
@@ -78,7 +78,7 @@ def assemble(
     failed: Callable[[BaseException], None],
 ) -> Parts:
     """As ``LocalSGD`` takes them; a ValueError names what cannot be. ``failed`` is told of an error in a hook."""
-    whole_number("overlap", overlap, at_least=0)
+    overlap = whole_number_or_auto("overlap", overlap, at_least=0)
     if isinstance(schedule, type) or not isinstance(schedule, Schedule):
         raise ValueError(f"schedule must be a schedule such as every(8), got {schedule!r}")
     if isinstance(averaging, Wire):
@@ -87,8 +87,8 @@ def assemble(
         raise ValueError(
             f"averaging must be one such as mean(), or of a class derived from prsgd.Averaging, got {averaging!r}"
         )
-    if one_of("optimizer_state", optimizer_state, ("keep", "average", "reset")) == "average" and overlap > 1:
-        raise ValueError(f'overlap must be 0 or 1 with optimizer_state="average", got {overlap}')
+    if one_of("optimizer_state", optimizer_state, ("keep", "average", "reset")) == "average" and overlap not in (0, 1):
+        raise ValueError(f'overlap must be 0 or 1 with optimizer_state="average", got {overlap!r}')
     averaging = averaging or mean()
     limits = positive("timeout_seconds", timeout_seconds), positive("done_timeout_seconds", done_timeout_seconds)
     own_comm = comm is None and not isinstance(model, Fleet)
@@ -97,8 +97,8 @@ def assemble(
     workers, num_workers = used.workers, used.num_workers
     timekeeper = clock if isinstance(clock, Timekeeper) else WallClock(workers, clock)
     timekeeper.check(num_workers, workers)
-    schedule.check(num_workers, overlap)
     setting = Setting.of(schedule, num_workers, overlap, optimizer_state)
+    schedule.check(num_workers, setting.overlap)
     setting.require(averaging)
     host = host_of(model, used)
     if comm is None:
@@ -107,7 +107,7 @@ def assemble(
     roll = Roll(workers)
     # A fleet's workers step together; a lone one that skips a step has fewer averages than its neighbours.
     skipped = SkippedSteps() if averaging.hears_neighbours_only and not host.lies_in_rows else None
-    hooks = Hooks(optimizers, host, roll, timekeeper, overlap=overlap, failed=failed, skipped=skipped)
+    hooks = Hooks(optimizers, host, roll, timekeeper, overlap=setting.overlap, failed=failed, skipped=skipped)
     hooks.noise = GradientNoise(optimizers, host.rows) if setting.learns else None
     run = Run(
         comm=used,

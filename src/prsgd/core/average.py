@@ -21,6 +21,7 @@ from prsgd.clocks.base import Sent, Timekeeper
 from prsgd.comm.base import Communicator, Work
 from prsgd.core.books import Books
 from prsgd.core.header import Headers
+from prsgd.core.hiding import Hiding
 from prsgd.core.pace import Landed, Pace
 from prsgd.core.roll import Account, Roll
 from prsgd.core.snapshots import Snapshots
@@ -142,6 +143,8 @@ class Averages:
     learn: Callable[[Mapping[str, float], Record, float], Mapping[str, float]] | None = None
     """The schedule's, if it goes by records; and what it has learned."""
     learned: Mapping[str, float] = field(default_factory=dict)
+    hiding: Hiding | None = None
+    """Chooses the overlap; None: it was given."""
     mean_lr: float = 0.0
     """Of all workers with data, at the newest average that has arrived."""
 
@@ -186,7 +189,8 @@ class Averages:
         self.headers.told = landing.header.tells
         if average.brought_news:
             sent = Sent(landing.bytes_sent, landing.server_bytes_sent, landing.hops, landing.hears)
-            self.clock.arrived(sent, round=self.books.round + 1, flight_seconds=average.flight_seconds)
+            flights = self.clock.arrived(sent, round=self.books.round + 1, flight_seconds=average.flight_seconds)
+            self.headers.flights = tuple(flights)
 
     def land(self, i: int, average: Average) -> None:
         """Move worker i to its target: x_i += target_i - snap_i, or the target itself if it has not moved since."""

@@ -32,6 +32,10 @@ class Headers:
     clock: Timekeeper
     lr: Callable[[], float]
     shares_speed: bool
+    hides: bool = False
+    """Do all workers tell how long an average took, and their steps, so that the overlap can be chosen?"""
+    flights: tuple[float, ...] = ()
+    """Per hosted worker: seconds that the last average was under way since its launch."""
     told: tuple[float, ...] = ()
     """What all workers told with the last average, if the averaging ``tells``."""
     skipped: Callable[[], int] | None = None
@@ -52,6 +56,7 @@ class Headers:
             bring.append(brought(account, at=at, samples=samples, bad=bad, answers=answers, everybody=everybody))
         counts, pools, steps, samples_of_round = zip(*((b.counts, b.pools, b.steps, b.samples) for b in bring))
         running = len(bring) - answering
+        times = self._by_id(map(self.clock.step_seconds, range(len(bring)))) if self.shares_speed or self.hides else ()
         mark, other_mark = _marks([total for total, count in zip(boarded.totals, counts) if count])
         header = Header(
             sums=self.books.numbers(
@@ -70,7 +75,8 @@ class Headers:
             bad=boarded.bad,
             steps=steps,
             samples=samples_of_round,
-            step_seconds=self._by_id(map(self.clock.step_seconds, range(len(bring)))) if self.shares_speed else (),
+            step_seconds=times,
+            flights=self._by_id(self.flights) if self.hides else (),
             noise=() if self.noise is None else (0.0, 0.0) if look else self.noise.told(),
             workers=tuple(self.roll.ids),
             losses=tuple([page.loss_of_round for page in self.books.pages]),

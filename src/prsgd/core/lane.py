@@ -18,6 +18,7 @@ from prsgd.comm.base import Communicator, Done
 from prsgd.core.average import Average, Averages
 from prsgd.core.books import Books
 from prsgd.core.header import Headers
+from prsgd.core.hiding import Hiding
 from prsgd.core.loop import Loop
 from prsgd.core.noise import GradientNoise
 from prsgd.core.pace import Pace
@@ -64,12 +65,14 @@ class Lane:
         self, run: Run, schedule: Schedule, rows: Rows, state: OptimizerState, buffers: Buffers, books: Books
     ) -> None:
         hosted, setting = len(run.comm.workers), run.setting
+        hides = setting.hides and not run.averaging.hears_neighbours_only  # which would not choose alike: it stays at 1
+        by_worker = (setting.shares_speed or hides) + hides + run.averaging.tells
         self.snapshots = Snapshots(
             rows,
             state,
             buffers,
             overlap=setting.overlap,
-            tail=SUMS_WIDTH + run.comm.num_workers * (setting.shares_speed + run.averaging.tells) + 2 * setting.learns,
+            tail=SUMS_WIDTH + run.comm.num_workers * by_worker + 2 * setting.learns,
         )
         self.books = books
         paces, accounts = [Pace(setting.overlap) for _ in range(hosted)], [Account() for _ in range(hosted)]
@@ -94,6 +97,7 @@ class Lane:
                 clock=run.clock,
                 lr=run.lr,
                 shares_speed=setting.shares_speed,
+                hides=hides,
                 skipped=run.skipped,
                 noise=run.noise,
             ),
@@ -101,6 +105,7 @@ class Lane:
             done_timeout_seconds=run.done_timeout_seconds,
             memory={},
             learn=schedule.learn if isinstance(schedule, Learns) else None,
+            hiding=Hiding() if hides else None,
         )
         self.loop = Loop(schedule, self.averages, run.clock, check=run.check, lr=run.lr, set_lr=run.set_lr)
         self._clock, self._ids = run.clock, run.roll.ids
@@ -144,6 +149,8 @@ class Lane:
             "averaging": saved(averages.memory),
             "apart": averages.apart,
             "told": list(averages.headers.told),
+            "flights": list(averages.headers.flights),
+            "hiding": None if averages.hiding is None else averages.hiding.state_dict(),
             "learned": dict(averages.learned),
             "mean_lr": averages.mean_lr,
             "memory": self.snapshots.state_dict(with_snapshots=taken and self.paces[0].overlap > 0),
@@ -186,7 +193,9 @@ class Lane:
             account.load_state_dict(kept)
         self.snapshots.load_state_dict(state["memory"])
         averages.memory, averages.apart = saved(state["averaging"]), bool(state["apart"])
-        averages.headers.told = tuple(state["told"])
+        averages.headers.told, averages.headers.flights = tuple(state["told"]), tuple(state["flights"])
+        if averages.hiding is not None:
+            averages.hiding.load_state_dict(state["hiding"])
         averages.learned = {str(name): float(value) for name, value in state["learned"].items()}
         averages.mean_lr = float(state["mean_lr"])
         flight = state["flight"]
@@ -218,6 +227,7 @@ def _average_state(average: Average) -> dict[str, Any]:
         "sums": list(header.sums),
         "own": list(average.own),
         "step_seconds": list(header.step_seconds),
+        "flights": list(header.flights),
         "noise": list(header.noise),
         "tells": list(header.tells),
         "bytes_sent": [landing.bytes_sent, landing.server_bytes_sent],
@@ -232,6 +242,7 @@ def _average_from(state: Mapping[str, Any], snap: Tensor) -> Average:
         state["exact"].clone(),
         state["extras"].clone(),
         step_seconds=tuple(state["step_seconds"]),
+        flights=tuple(state["flights"]),
         noise=tuple(state["noise"]),
         tells=tuple(state["tells"]),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class LocalSGD:
     - ``schedule``: when to average: ``every``, ``growing``, ``per_worker``, ``measured``, ``timed``, ``once``,
       ``post_local``, ``quadratic``, or ``auto``, which chooses its period itself.
     - ``averaging``: how: ``mean()`` unless given, or ``gossip``, ``quantized``, ``sparse``, ``easgd``, ``outer``.
-    - ``overlap``: steps that hide the transfer; 0 averages right after a step, blocking.
+    - ``overlap``: steps that hide the transfer; 0 averages right after a step, blocking; "auto" is as many as hide it.
     - ``optimizer_state`` at an average: "keep" each worker's own, "average" it too (overlap <= 1), or "reset" it.
     - ``comm``: where the workers live; the running torch.distributed group unless given, or this process alone.
     - ``clock``: worker -> seconds, for rounds that end by the clock; or a ``prsgd.cluster.ClusterClock``.
@@ -66,7 +66,7 @@ class LocalSGD:
         *,
         schedule: Schedule,
         averaging: Averaging | Wire | None = None,
-        overlap: int = 0,
+        overlap: int | Literal["auto"] = 0,
         optimizer_state: str = "keep",
         comm: Communicator | None = None,
         clock: Callable[[int], float] | None = None,

@@ -115,11 +115,13 @@ class Loop:
             last=self._books.last,
             learned=self._averages.learned,
         )
-        pace.open(self._schedule.open(now), self._clock(id))
-        assert pace.round is not None
+        round, overlap = self._schedule.open(now), pace.overlap
+        if self._averages.hiding is not None:
+            overlap, round = self._averages.hiding.of(round, overlap)
+        pace.open(round, self._clock(id), overlap)
         self._books.pages[i].turn()
-        if pace.round.lr is not None:
-            self._set_lr(pace.round.lr)
+        if round.lr is not None:
+            self._set_lr(round.lr)
 
     def _close(self, i: int, overlap: int) -> None:
         """The round's steps are taken: this is what the worker brings to the average."""

@@ -65,6 +65,8 @@ class Meeting:
             return landing
         self._settle()
         self._learn(self._books.complete(sums, landing.header.step_seconds or None), average)
+        if averages.hiding is not None:
+            averages.hiding.hear(landing.header.flights, landing.header.step_seconds)
         self._check_saved(sums, average.own)
         return landing
 

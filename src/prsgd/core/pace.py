@@ -54,7 +54,7 @@ class Pace:
     """
 
     overlap: int
-    """At most so many steps are between a closed round and its landing."""
+    """At most so many steps are between a closed round and its landing; of each round, if it changes."""
     steps: int = 0
     rounds: int = 0
     """Opened."""
@@ -80,9 +80,10 @@ class Pace:
         """Does the average land in the step whose gradient is there?"""
         return self.snap is not None and self.snap.launched and self.snap.lands_at == self.steps + 1
 
-    def open(self, round: Round, seconds: float) -> None:
-        """Begin a round."""
+    def open(self, round: Round, seconds: float, overlap: int | None = None) -> None:
+        """Begin a round, with this overlap or the same as before. Of one worker it is always 0 or never."""
         self.round, self.rounds = round, self.rounds + 1
+        self.overlap = self.overlap if overlap is None else overlap
         self.opened_at, self.opened_seconds = self.steps, seconds
 
     def due(self, seconds: float) -> int | None:
@@ -137,12 +138,12 @@ class Pace:
     def state_dict(self, seconds: float) -> dict[str, Any]:
         """Plain numbers; ``seconds`` is the clock now."""
         state = asdict(self)
-        del state["overlap"]
         state["opened_seconds"] = seconds - self.opened_seconds
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], seconds: float) -> None:
         self.steps, self.rounds, self.opened_at = state["steps"], state["rounds"], state["opened_at"]
+        self.overlap = state["overlap"]
         self.round = None if state["round"] is None else Round(**state["round"])
         self.opened_seconds = seconds - state["opened_seconds"]
         self.snap = None if state["snap"] is None else Snap(**state["snap"])

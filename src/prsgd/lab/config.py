@@ -6,11 +6,11 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from prsgd import cluster as clusters
 from prsgd import tasks
-from prsgd._check import from_zero_to, nearest, one_of, positive, shown, whole_number
+from prsgd._check import from_zero_to, nearest, one_of, positive, shown, whole_number, whole_number_or_auto
 from prsgd.averaging.base import Setting
 from prsgd.data import splits
 from prsgd.lab import methods
@@ -39,7 +39,7 @@ class Config:
     workers: int = 8
     period: int | None = None
     """8, where the method has one."""
-    overlap: int | None = None
+    overlap: int | Literal["auto"] | None = None
     """The method's own."""
     epochs: int | None = None
     steps: int | None = None
@@ -121,7 +121,7 @@ class Config:
         for name in ("period", "epochs", "steps", "batch_size", "processes"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), at_least=1, at_most=MOST)
-        whole_number("overlap", self.overlap, at_least=0, at_most=MOST)
+        whole_number_or_auto("overlap", self.overlap, at_least=0, at_most=MOST)
         if whole_number("seed", self.seed, at_least=0) >= 2**63:
             raise ValueError(f"seed must be below 2^63, got {shown(self.seed)}")
         if positive("lr", self.lr) > LARGEST:
@@ -143,11 +143,12 @@ class Config:
             raise ValueError(f"processes must be at most the number of workers {self.workers}, got {self.processes}")
         assert self.overlap is not None
         parts = self.parts()
-        parts.schedule.check(self.workers, self.overlap)
-        if parts.optimizer_state == "average" and self.overlap > 1:
-            raise ValueError(f"overlap must be 0 or 1 with method {self.method}, got {self.overlap}")
+        setting = Setting.of(parts.schedule, self.workers, self.overlap, parts.optimizer_state)
+        parts.schedule.check(self.workers, setting.overlap)
+        if parts.optimizer_state == "average" and self.overlap not in (0, 1):
+            raise ValueError(f"overlap must be 0 or 1 with method {self.method}, got {self.overlap!r}")
         try:
-            Setting.of(parts.schedule, self.workers, self.overlap, parts.optimizer_state).require(parts.averaging)
+            setting.require(parts.averaging)
         except ValueError as error:
             raise ValueError(f"method {self.method}: {error}") from None
 
@@ -167,11 +168,11 @@ class Config:
         if self.processes == 1 or not method.uneven or not self.overlap:
             return
         if method.by_clock:
-            raise ValueError(f"overlap must be 0 with method {self.method} in several processes, got {self.overlap}")
-        if self.period is not None and self.overlap >= self.period:
+            raise ValueError(f"overlap must be 0 with method {self.method} in several processes, got {self.overlap!r}")
+        if self.period is not None and (self.overlap == "auto" or self.overlap >= self.period):
             raise ValueError(
                 f"overlap must be below the period {self.period} with method {self.method} in several processes, "
-                f"got {self.overlap}"
+                f"got {self.overlap!r}"
             )
 
     def parts(self, num_steps: int | None = None) -> methods.Parts:

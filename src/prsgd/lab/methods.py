@@ -222,7 +222,7 @@ def find(name: str) -> Method:
     return METHODS[one_of("method", name, METHODS)]
 
 
-def label(method: str, *, period: int | None, seconds: float | None, overlap: int | None) -> str:
+def label(method: str, *, period: int | None, seconds: float | None, overlap: int | str | None) -> str:
     """What tells a run from others: the method, its period if it has one, an overlap that is not its own.
 
     >>> label("pr-sgd", period=8, seconds=None, overlap=1), label("d-psgd", period=1, seconds=None, overlap=1)

@@ -175,7 +175,7 @@ def _read_run(folder: Path) -> Run:
 
 
 def _can_be(key: str, value: Any) -> bool:
-    if key in _TEXTS:
+    if key in _TEXTS or (key == "overlap" and value == "auto"):
         return isinstance(value, str)
     if isinstance(value, bool) or not isinstance(value, int if key in _WHOLE else int | float):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
@@ -150,12 +151,13 @@ def differing(runs: Iterable[Run]) -> list[str]:
     return [key for key in _TELLING if len({run.config.get(key) for run in found}) > 1]
 
 
-def order(run: Run) -> tuple[int, str, int, int, int]:
-    """As in the table of methods; those that average most come first."""
+def order(run: Run) -> tuple[int, str, int, float, int]:
+    """As in the table of methods; those that average most come first, and an overlap that chooses itself last."""
     config = run.config
     known = list(METHODS)
     rank = known.index(config["method"]) if config["method"] in METHODS else len(known)
-    return rank, str(config["method"]), config.get("period") or 0, config.get("overlap") or 0, config["seed"]
+    overlap = math.inf if config.get("overlap") == "auto" else config.get("overlap") or 0
+    return rank, str(config["method"]), config.get("period") or 0, overlap, config["seed"]
 
 
 def _refuse_twins(runs: Sequence[Run]) -> None:
