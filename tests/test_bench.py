@@ -215,7 +215,7 @@ def test_ranks_share_a_task_out() -> None:
 
 def test_climbing() -> None:
     found = climb.climb(
-        "digits/linear", Link.parse("loopback"), ["ddp", "prsgd@4", "torchft"], target=0.8, lr=0.05, most_steps=400
+        "digits/mlp", Link.parse("loopback"), ["ddp", "prsgd@4", "torchft"], target=0.8, lr=0.05, most_steps=400
     )
     assert set(found.points) | set(found.left_out) == {"ddp", "prsgd@4", "torchft"}
     for name in ("ddp", "prsgd@4"):
