@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -45,8 +46,7 @@ def _text_of_race(race: Race) -> str:
         sync = "" if name == NONE or CONTESTANTS[name].every_step else f"{1e3 * race.sync_seconds(name):.3g} ms"
         processor = "" if name == NONE else f"{1e3 * race.processor_seconds(name):.3g} ms"
         lines.append(f"{share} {sync:>12} {processor:>10}".rstrip())
-    lines += [f"{name:17} left out: {why}" for name, why in race.left_out.items()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_left_out(race.left_out, 17)])
 
 
 def _text_of_climb(climb: Climb) -> str:
@@ -59,7 +59,13 @@ def _text_of_climb(climb: Climb) -> str:
         steps = median(points[-1].steps for points in climb.points[name])
         said = "not all" if seconds is None else f"{seconds:.2f}"
         lines.append(f"{name:22} {said:>9} {steps:>7g} {100 * climb.best(name):>6.1f} %")
-    return "\n".join([*lines, *(f"{name:22} left out: {why}" for name, why in climb.left_out.items())])
+    return "\n".join([*lines, *_left_out(climb.left_out, 22)])
+
+
+def _left_out(reasons: Mapping[str, str], width: int) -> list[str]:
+    """Their names, and why."""
+    lines = [f"{name:{width}} left out: {why}" for name, why in reasons.items()]
+    return [textwrap.fill(line, 80, subsequent_indent=" " * (width + 1)) for line in lines]
 
 
 def markdown(races: Sequence[Race]) -> str:
