@@ -63,7 +63,7 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
 
     def init(self, point: Tensor, hosted: int) -> Memory:
         """With a wire: the ``point`` that all last agreed on, the number of ``averages``, and each hosted worker's
-        ``residuals`` (n, P) where the wire leaves something out. Later the ``rest`` (P,) of what they say for all."""
+        ``residuals`` (n, P) where the wire leaves something out."""
         if self.wire is None:
             return {}
         memory = {"point": point.clone(), "averages": 0}
@@ -90,7 +90,7 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
             for i, weight in enumerate(weights)
             if weight
         )
-        work = self.wire.send(comm, Changes(changes, average, memory.get("rest")), memory["point"], header)
+        work = self.wire.send(comm, Changes(changes, average), memory["point"], header)
 
         def landing(arrived: Arrived) -> Landing:
             began = time.perf_counter()
@@ -105,8 +105,6 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
                 return found
             target = arrived.total().div_(arrived.header.sums.weight).add_(memory["point"])
             after = {**memory, "point": target, "averages": average + 1}
-            if arrived.rest is not None:
-                after["rest"] = arrived.rest
             if "residuals" in memory:
                 after["residuals"] = _residuals(memory["residuals"], arrived.kept, header.bad)
             known = _mean(snap, weights, target) if len(snap) == len(comm.members) else None

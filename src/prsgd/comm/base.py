@@ -118,17 +118,23 @@ class Communicator(Protocol):
         """From each process one row per hosted worker, (n, ...); to each all workers' rows by id, (N, ...)."""
         ...
 
-    def all_combine(self, lines: Tensor, beside: Tensor, combine: Combine) -> Work[tuple[Tensor, Tensor]]:
+    def all_combine(self, lines: Tensor, beside: Tensor, combine: Combine, *, out: Tensor) -> Work[Tensor]:
         """An all-reduce whose sum is the caller's: each line of all workers is brought to one owner, which combines it.
 
         From each process ``lines`` (n, M, ...) of its hosted workers, of which worker j owns ``hosted_range(M, N, j)``,
         and a few numbers ``beside`` (n, K), which all get. ``combine`` is called once, in any thread, with all workers'
-        lines (N, m, ...) that hosted workers own, all workers' numbers and the hosted workers, and makes (m, ...) of
-        them, of the same kind. To each process what all made, (M, ...), and all numbers by id, (N, K). Unless a
-        communicator knows better, all gather all lines, and every process makes everything.
+        lines (N, m, ...) that hosted workers own, all workers' numbers and the hosted workers; what it makes, a line of
+        each, fills those lines of ``out`` (M, ...) in all processes. The result is all workers' numbers by id, (N, K).
+
+        Unless a communicator knows better, all gather all lines, and every process makes everything.
         """
         gathered = Both(self.all_gather(lines), self.all_gather(beside))
-        return Then(gathered, lambda both: (combine(*both, range(self.num_workers)), both[1]))
+
+        def made(both: tuple[Tensor, Tensor]) -> Tensor:
+            out.copy_(combine(*both, range(self.num_workers)))
+            return both[1]
+
+        return Then(gathered, made)
 
     def exchange(self, send: Mapping[Route, Tensor], receive: Mapping[Route, Tensor]) -> Work[None]:
         """Send each tensor along its route; fill each tensor of ``receive`` with what came along its."""

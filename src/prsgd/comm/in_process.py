@@ -45,9 +45,10 @@ class InProcess(Communicator):
         others = self.num_workers - 1
         return Done(payload.clone(), bytes_sent=row_bytes * others, hops=others)
 
-    def all_combine(self, lines: Tensor, beside: Tensor, combine: Combine) -> Work[tuple[Tensor, Tensor]]:
-        sent = bytes_of_combination(self.num_workers, lines[0].nbytes, beside[0].nbytes)
-        return Done((combine(lines, beside, self.workers), beside), bytes_sent=sent, hops=2)
+    def all_combine(self, lines: Tensor, beside: Tensor, combine: Combine, *, out: Tensor) -> Work[Tensor]:
+        out.copy_(combine(lines, beside, self.workers))
+        sent = bytes_of_combination(self.num_workers, lines[0].nbytes, out.nbytes, beside[0].nbytes)
+        return Done(beside, bytes_sent=sent, hops=2)
 
     def exchange(self, send: Mapping[Route, Tensor], receive: Mapping[Route, Tensor]) -> Work[None]:
         for route, tensor in receive.items():

@@ -29,14 +29,14 @@ def bytes_of_sum(shape: str, num_workers: int, num_bytes: int) -> tuple[int, int
     return num_bytes, (num_workers - 1) * num_bytes
 
 
-def bytes_of_combination(num_workers: int, num_bytes: int, beside_bytes: int) -> int:
-    """What each of N workers sends, in the mean, where each combines a part of ``num_bytes`` that all bring and sends
-    all others what it made, as long: 2 (N - 1) / N of them, as an all-reduce, and N - 1 times what goes to everybody.
+def bytes_of_combination(num_workers: int, brought_bytes: int, made_bytes: int, beside_bytes: int) -> int:
+    """What each of N workers sends, in the mean, where each combines a part of what all bring and sends all others what
+    it made of it: (N - 1) / N of what one brings and of all that is made, and N - 1 times what goes to everybody.
 
-    >>> bytes_of_combination(8, 1000, 4)
+    >>> bytes_of_combination(8, 1000, 1000, 4)
     1778
     """
-    return round((num_workers - 1) * (2 * num_bytes / num_workers + beside_bytes))
+    return round((num_workers - 1) * ((brought_bytes + made_bytes) / num_workers + beside_bytes))
 
 
 def bytes_summed(num_workers: int, bytes_sent: int, server_bytes_sent: int = 0) -> float:

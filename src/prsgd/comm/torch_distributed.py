@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  
 
 from prsgd._check import one_of, positive, whole_number
 from prsgd.comm.base import Combine, Communicator, Done, Route, Then, Work, hosted_range
-from prsgd.comm.combining import Peers, combined
+from prsgd.comm.combining import Peers, combine_over
 from prsgd.comm.connection import Connection
 from prsgd.comm.links import SHAPES, bytes_of_combination, bytes_of_sum
 from prsgd.comm.works import Errand, Pending, PendingAll
@@ -100,18 +100,16 @@ class TorchDistributed(Communicator):
         pending = Pending(self, work, parts, bytes_sent, hops=self.num_workers - 1)
         return Then(pending, lambda parts: torch.cat([p[: len(b)] for p, b in zip(parts, blocks)]))
 
-    def all_combine(self, lines: Tensor, beside: Tensor, combine: Combine) -> Work[tuple[Tensor, Tensor]]:
-        sent = bytes_of_combination(self.num_workers, _num_bytes(lines[0]), _num_bytes(beside[0]))
+    def all_combine(self, lines: Tensor, beside: Tensor, combine: Combine, *, out: Tensor) -> Work[Tensor]:
+        sent = bytes_of_combination(self.num_workers, _num_bytes(lines[0]), _num_bytes(out), _num_bytes(beside[0]))
         if len(self.ranks) == 1:
-            return Done((combine(lines, beside, self.workers), beside), bytes_sent=sent, hops=2)
-        tags, blocks, limit = [self._next_tag() for _ in range(3)], self._blocks, self._transfer_limit()
-        process, found = self._process, list[tuple[Tensor, Tensor]]()
-
-        def call(group: dist.ProcessGroup) -> None:  # it does not hold the communicator
-            found.append(combined(Peers(group, process, blocks, limit), lines, beside, combine, tags))
-
+            out.copy_(combine(lines, beside, self.workers))
+            return Done(beside, bytes_sent=sent, hops=2)
+        numbers = beside.new_empty(self.num_workers, *beside.shape[1:])
+        peers = Peers(self._process, self._blocks, self._transfer_limit(), [self._next_tag() for _ in range(3)])
+        call = partial(combine_over, peers, lines, beside, combine, out, numbers)
         future = self._start(lambda group: self._connection.errand(lambda: call(group)), lines)
-        return Then(Errand(self, future, found, sent, hops=2), lambda found: found[0])
+        return Errand(self, future, numbers, sent, hops=2)
 
     def exchange(self, send: Mapping[Route, Tensor], receive: Mapping[Route, Tensor]) -> Work[None]:
         tag = self._next_tag()

@@ -46,8 +46,6 @@ class Changes(Sequence[Change]):
     each: tuple[Change, ...]
     average: int
     """Averages that there have been."""
-    rest: Tensor | None = None
-    """(P,): of the mean, what the hosted workers have not said to the others yet, where one worker speaks for all."""
 
     def __len__(self) -> int:
         return len(self.each)
@@ -69,8 +67,6 @@ class Arrived:
     """Makes their weighted sum (P,)."""
     kept: dict[int, Tensor]
     """By place: what hosted workers have not said."""
-    rest: Tensor | None = None
-    """(P,): what ``Changes.rest`` is from now on."""
 
 
 class Wire(ABC):

@@ -12,7 +12,7 @@ A row is cut into buckets. Each travels as a line of bytes, its codes and then a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -33,8 +33,8 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
 
     Beside each ``bucket`` of numbers travels one scale. 2 bits have the three levels of "ternary", and take its 1.6
     bits. Few workers gather all changes, and one sends (N - 1) times its own. More of them add up a part each, and pack
-    the sum again for all others: then one sends 2 (N - 1) / N of its change, as in an all-reduce, and a number is
-    rounded twice. Both times it is right on average; with "sign" both keep what they left out.
+    the sum again for all others: then one sends 2 (N - 1) / N of its change, as in an all-reduce, and numbers are
+    rounded twice, both times right on average. Sums of signs travel in 4 bits.
 
     >>> quantized(4).num_bytes(1024), 1024 * 4  # half a byte each and two scales; as float32
     (520, 4096)
@@ -71,6 +71,10 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
     @property
     def line_values(self) -> int:
         return self.bucket
+
+    @property
+    def of_sums(self) -> quantized:
+        return replace(self, bits=4) if self.bits == "sign" else self  # signs of sums would need a memory of their own
 
     def num_bytes(self, num_values: int, dtype: torch.dtype = torch.float32) -> int:
         whole, rest = divmod(num_values, self.bucket)
