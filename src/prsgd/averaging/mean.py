@@ -103,7 +103,9 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
             )
             if not arrived.header.sums.weight:
                 return found
-            target = arrived.total().div_(arrived.header.sums.weight).add_(memory["point"])
+            total = arrived.total()
+            weight = total.new_tensor(arrived.header.sums.weight)
+            target = torch.addcdiv(memory["point"], total, weight, out=total)  # point + total / weight
             after = {**memory, "point": target, "averages": average + 1}
             if "residuals" in memory:
                 after["residuals"] = _residuals(memory["residuals"], arrived.kept, header.bad)

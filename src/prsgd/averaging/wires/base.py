@@ -114,10 +114,20 @@ class Gathered(Wire):
     def add(self, encoded: Tensor, total: Tensor, weight: float = 1.0) -> None:
         """total (P,) += weight * what ``encoded`` stands for."""
 
-    def decode(self, encoded: Tensor, like: Tensor) -> Tensor:
-        """What ``encoded`` stands for."""
+    def decode(self, encoded: Tensor, like: Tensor, weight: float = 1.0) -> Tensor:
+        """weight * what ``encoded`` stands for."""
         total = torch.zeros_like(like)
-        self.add(encoded, total)
+        self.add(encoded, total, weight)
+        return total
+
+    def decode_sum(self, rows: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
+        """The weighted sum of what ``rows`` stand for; those of weight 0 are not read."""
+        each = [(row, weight) for row, weight in zip(rows, weights) if weight]
+        if not each:
+            return torch.zeros_like(like)
+        total = self.decode(each[0][0], like, each[0][1])
+        for row, weight in each[1:]:
+            self.add(row, total, weight)
         return total
 
     def write(self, change: Change, like: Tensor, out: Tensor) -> Tensor | None:
@@ -130,23 +140,18 @@ class Gathered(Wire):
         return values
 
     def send(self, comm: Communicator, changes: Changes, like: Tensor, header: Header) -> Work[Arrived]:
-        num_values, dtype = len(like), like.dtype
-        width, numbers = self.num_bytes(num_values, dtype), self.numbers(changes, like, header)
+        width, numbers = self.num_bytes(len(like), like.dtype), self.numbers(changes, like, header)
         payload = like.new_zeros(len(numbers), width + numbers[0].nbytes, dtype=torch.uint8)
         payload[:, width:] = numbers.view(torch.uint8)
         kept = self.written(changes, like, payload[:, :width])
 
         def arrived(rows: Tensor, exact: Tensor) -> Arrived:
-            numbers = rows[:, width:].clone(memory_format=torch.contiguous_format).view(dtype)
+            numbers = rows[:, width:].clone(memory_format=torch.contiguous_format).view(like.dtype)
 
-            def total() -> Tensor:
-                made: Tensor = like.new_zeros(num_values)
-                for row, weight in zip(rows, numbers[:, 0].tolist()):
-                    if weight:
-                        self.add(row[:width], made, weight)
-                return made
-
-            return Arrived(landed(header, numbers, exact), total, kept)
+            weights = numbers[:, 0].tolist()
+            return Arrived(
+                landed(header, numbers, exact), lambda: self.decode_sum(rows[:, :width].unbind(), weights, like), kept
+            )
 
         return with_buffers(comm, header, comm.all_gather(payload), arrived)
 

@@ -20,9 +20,9 @@ def packed_bytes(count: int, levels: int) -> int:
 
 def pack(codes: Tensor, levels: int) -> Tensor:
     """Whole numbers below ``levels`` (at most 2^16) as bytes: (..., count) -> (..., bytes)."""
-    packed, shift = [], 0
-    for part in _parts(levels):
-        digits = codes if part == levels else (codes >> shift) & (part - 1)
+    parts, packed, shift = _parts(levels), [], 0
+    for part in parts:
+        digits = codes if len(parts) == 1 else (codes >> shift) & (part - 1)
         packed.append(_pack(digits.to(torch.uint8), part))
         shift += part.bit_length() - 1
     return packed[0] if len(packed) == 1 else torch.cat(packed, dim=-1)

@@ -98,13 +98,24 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
         return None
 
     def add(self, encoded: Tensor, total: Tensor, weight: float = 1.0) -> None:
+        for inside, values, steps in self._unpacked(encoded, total, weight):
+            inside.addcmul_(values, steps)
+
+    def decode(self, encoded: Tensor, like: Tensor, weight: float = 1.0) -> Tensor:
+        total = torch.empty_like(like)
+        for inside, values, steps in self._unpacked(encoded, total, weight):
+            torch.mul(values, steps, out=inside)
+        return total
+
+    def _unpacked(self, encoded: Tensor, total: Tensor, weight: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """By runs: lines of ``total``, the codes that stand for them, 0 in the middle, and what one more is worth."""
         half, scale_bytes, room = (self.levels - 1) / 2, total.element_size(), total.new_empty(self._most(len(total)))
         for part, place, count in self._runs(len(total), total.dtype):
             inside, lines = total[part].view(count, -1), encoded[place].view(count, -1)
             scales = lines[:, -scale_bytes:].clone(memory_format=torch.contiguous_format).view(total.dtype)
             values = room[: inside.numel()].view_as(inside)
             values.copy_(unpack(lines[:, :-scale_bytes], self.levels, inside.shape[1]))
-            inside.addcmul_(values.sub_(half), scales * (weight / half))
+            yield inside, values.sub_(half), scales * (weight / half)
 
     def _runs(self, num_values: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, int]]:
         """Where so many numbers lie, where the bytes that stand for them, in how many lines: whole lines that stay in a
@@ -147,7 +158,7 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
         scales = torch.amax(torch.abs(values, out=sizes), dim=1, keepdim=True)
         half = (self.levels - 1) / 2
         factors = torch.where(scales >= torch.finfo(scales.dtype).tiny, half / scales, 0.0)
-        places = room.draw(values).add_(half).addcmul_(values, factors).clamp_(max=self.levels - 1)
+        places = room.draw(values, half).addcmul_(values, factors).clamp_(max=self.levels - 1)
         # What is below 0 by rounding is cut off with the fractions. By way of int32: torch is slow to make bytes of
         # floating-point numbers.
         codes.copy_(places)
@@ -163,8 +174,8 @@ class _Room:
     noise: Tensor
     codes: Tensor
 
-    def draw(self, like: Tensor) -> Tensor:
-        """Between 0 and 1, the mean of each 1/2: 65,536 values suffice, and four of them come with one draw."""
+    def draw(self, like: Tensor, above: float) -> Tensor:
+        """``above``, and 0 to 1 more, the mean of each 1/2: 65,536 values suffice, and four come with one draw."""
         draws = self.draws[: -(-like.numel() // 4)].random_(-(2**63), None, generator=self.generator)
         noise = self.noise[: like.numel()].view_as(like).copy_(draws.view(torch.int16)[: like.numel()].view_as(like))
-        return noise.add_(32768.5).mul_(2.0**-16)
+        return torch.add(noise.new_tensor(above + 0.5 + 2.0**-17), noise, alpha=2.0**-16, out=noise)

@@ -87,10 +87,7 @@ class Scattered(Gathered):
         self, rows: Tensor, weights: Sequence[float], sizes: Mapping[int, int], average: int, like: Tensor
     ) -> Tensor:
         """What all workers' ``rows`` (N, bytes) stand for, added up, and packed again by owners, so much by each."""
-        total = like.new_zeros(sum(sizes.values()))
-        width = self.num_bytes(len(total), like.dtype)
-        for row, weight in zip(rows, weights):
-            if weight:
-                self.add(row[:width], total, weight)
+        part = like[: sum(sizes.values())]
+        total = self.decode_sum(rows[:, : self.num_bytes(len(part), like.dtype)].unbind(), weights, part)
         each = zip(sizes, total.split(list(sizes.values())))
         return torch.cat([self.of_sums.encode(part, owner, average, again=True) for owner, part in each])
