@@ -147,7 +147,6 @@ class Gathered(Wire):
 
         def arrived(rows: Tensor, exact: Tensor) -> Arrived:
             numbers = rows[:, width:].clone(memory_format=torch.contiguous_format).view(like.dtype)
-
             weights = numbers[:, 0].tolist()
             return Arrived(
                 landed(header, numbers, exact), lambda: self.decode_sum(rows[:, :width].unbind(), weights, like), kept

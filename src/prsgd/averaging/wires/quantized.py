@@ -45,8 +45,8 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
     seed: int = 0
     """Of the rounding: each worker's numbers depend on it, the worker and the average."""
     way: str = "auto"
-    """How changes are added up: all "gather" all, or they are "scatter"-ed, each part to one worker; "auto" goes by the
-    number of workers."""
+    """How changes are added up: all workers "gather" all, or they "scatter" them, each part to one; "auto": whichever
+    sends less."""
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, str) and not self.bits.isdigit():
@@ -138,9 +138,9 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
     def _room(self, like: Tensor, drawn_for: tuple[int, ...]) -> _Room:
         seed = np.random.SeedSequence((self.seed, *drawn_for)).generate_state(1, np.uint64)[0]
         generator = torch.Generator(like.device).manual_seed(int(seed) >> 1)
-        noise = torch.empty_like(like[: self._most(len(like))])
-        draws, codes = (torch.empty_like(noise, dtype=dtype) for dtype in (torch.int64, torch.int32))
-        return _Room(generator, draws[: -(-len(noise) // 4)], noise, codes)
+        most = self._most(len(like))
+        draws = like.new_empty(-(-most // 4), dtype=torch.int64)
+        return _Room(generator, draws, like.new_empty(most), like.new_empty(most, dtype=torch.int32))
 
     def _pack(self, values: Tensor, lines: Tensor, room: _Room) -> None:
         """Numbers (count, bucket) as lines of bytes."""
