@@ -149,6 +149,11 @@ class Errands:
         """End the thread, once what is under way is over."""
         self._queue.put(None)
 
+    def join(self, seconds: float) -> None:
+        """Wait so long for the thread to end: until then it may hold a group, and be in torch."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
     def _work(self) -> None:
         while (errand := self._queue.get()) is not None:
             call, future = errand
