@@ -22,10 +22,12 @@ cross_entropy = torch.nn.functional.cross_entropy
 
 GATHERED = {
     "4 bits": prsgd.quantized(4, bucket=16),
+    "4 bits, gathered": prsgd.quantized(4, bucket=16, way="gather"),
     "1 bit": prsgd.quantized(1, bucket=16),
     "11 bits": prsgd.quantized(11, bucket=16),
     "ternary": prsgd.quantized("ternary", bucket=16),
     "sign": prsgd.quantized("sign", bucket=16),
+    "sign, scattered": prsgd.quantized("sign", bucket=16, way="scatter"),
     "sparse": prsgd.sparse(0.1),
 }
 ALL: dict[str, Any] = {

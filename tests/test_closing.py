@@ -41,8 +41,9 @@ torch.set_num_threads(1)
 rank = prsgd.init().workers.start
 net = model()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-comm = prsgd.TorchDistributed(shape=shape)
-local = prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4), overlap=1, comm=comm)
+averaging = prsgd.quantized(4, bucket=8, way="scatter") if shape == "scattered" else prsgd.mean()
+comm = prsgd.TorchDistributed(shape="all-reduce" if shape == "scattered" else shape)
+local = prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4), averaging=averaging, overlap=1, comm=comm)
 
 
 def train():
@@ -112,6 +113,9 @@ def forked(path: Path, num_ranks: int, *args: str) -> list[Program]:
         ("all-reduce", 2, "started", forked),
         ("parameter-server", 3, "late", forked),
         ("parameter-server", 2, "meanwhile", forked),
+        ("scattered", 3, "late", forked),
+        ("scattered", 2, "meanwhile", forked),
+        ("scattered", 3, "started", forked),
     ],
 )
 def test_a_rank_that_raises_with_an_average_in_flight(

@@ -32,13 +32,28 @@ def use(comm: prsgd.Communicator) -> dict[str, Any]:
     receive = {((w - 1) % n, w): torch.empty(4) for w in hosted}
     exchanged = comm.exchange(send, receive)
     exchanged.wait(30)
+    lines = torch.stack([row(w, 6) for w in hosted]) + torch.arange(6.0)[:, None]
+    combined = torch.zeros(6, 2)
+
+    def combine(lines: Tensor, numbers: Tensor, owners: range) -> Tensor:
+        assert owners == hosted
+        return (lines * numbers[:, :, None]).sum(dim=0)[:, :2] + 1000  # of each line, weighed
+
+    weights = torch.tensor([[float(w)] for w in hosted])
+    combination = comm.all_combine(lines, weights, combine, out=combined)
     result = {
         "workers": list(hosted),
         "all_reduce": reduced.wait(30),
         "all_gather": gathered.wait(30),
         "broadcast": cast.wait(30),
+        "all_combine": (combination.wait(30), combined),
         "exchange": [receive[((w - 1) % n, w)] for w in hosted],
-        "bytes": [(reduced.bytes_sent, reduced.server_bytes_sent), gathered.bytes_sent, exchanged.bytes_sent],
+        "bytes": [
+            (reduced.bytes_sent, reduced.server_bytes_sent),
+            gathered.bytes_sent,
+            exchanged.bytes_sent,
+            (combination.bytes_sent, combination.hops),
+        ],
         "in_place": reduced.wait() is total and reduced.flight_seconds() >= 0,
     }
     comm.close()
@@ -62,13 +77,18 @@ def test_contract(num_workers: int, processes: int, shape: str) -> None:
         assert torch.equal(f["all_reduce"], everyone[:, 0].sum(0))
         assert torch.equal(f["all_gather"], everyone)
         assert f["in_place"]
+        weights, combined = f["all_combine"]
+        assert weights.tolist() == [[float(w)] for w in range(num_workers)]
+        lines = [[sum(w * (10.0 * w + x + k) for w in range(num_workers)) + 1000 for x in range(2)] for k in range(6)]
+        assert combined.tolist() == lines
         last_host = next(g for g in found if num_workers - 1 in g["workers"])
         assert f["broadcast"].tolist() == [float(last_host["workers"][0])] * 3
         for worker, got in zip(f["workers"], f["exchange"]):
             assert torch.equal(got, row((worker - 1) % num_workers).reshape(-1))
         ring = (round(2 * (num_workers - 1) / num_workers * 16), 0)
         summed = ring if shape == "all-reduce" else (16, 16 * (num_workers - 1))
-        assert f["bytes"] == [summed, 32 * (num_workers - 1), 16]
+        sent = round((num_workers - 1) * ((6 * 16 + 6 * 8) / num_workers + 4))
+        assert f["bytes"] == [summed, 32 * (num_workers - 1), 16, (sent, 2)]
 
 
 def test_shape() -> None:

@@ -20,7 +20,9 @@ WIRES: dict[str, Any] = {
     "full": None,
     "half": prsgd.half(),
     "4 bits": prsgd.quantized(4, bucket=16),
+    "4 bits, scattered": prsgd.quantized(4, bucket=16, way="scatter"),
     "sign": prsgd.quantized("sign", bucket=16),
+    "sign, scattered": prsgd.quantized("sign", bucket=16, way="scatter"),
     "sparse": prsgd.sparse(0.1),
 }
 WEIGHTS = ("uniform", "steps", "samples")
@@ -128,7 +130,9 @@ def test_ranks_equal_the_fleet() -> None:
                 assert told == records, name
 
 
-@pytest.mark.parametrize("name", ["quantized diloco", "sparseloco by samples", "half slowmo", "samples, sign"])
+@pytest.mark.parametrize(
+    "name", ["quantized diloco", "sparseloco by samples", "half slowmo", "samples, sign", "samples, sign, scattered"]
+)
 @pytest.mark.parametrize("at", [2, 4, 5])
 def test_resumed_to_the_last_bit(name: str, at: int) -> None:
     def fresh() -> tuple[Any, ...]:

@@ -101,7 +101,7 @@ def test_buckets_have_scales_of_their_own() -> None:
     assert torch.equal(one.decode(one.encode(values), values), values)
 
 
-@pytest.mark.parametrize("wire", [prsgd.quantized("sign", bucket=8), prsgd.sparse(0.1)], ids=str)
+@pytest.mark.parametrize("wire", [prsgd.quantized("sign", bucket=8, way="gather"), prsgd.sparse(0.1)], ids=str)
 def test_error_feedback_loses_nothing(wire: Any) -> None:
     """Over any number of averages: what was sent and what is kept add up to what there was to send."""
     comm = prsgd.InProcess(3)
@@ -253,12 +253,12 @@ def test_rounding_follows_the_seed() -> None:
 @pytest.mark.parametrize(
     ("wire", "format_bytes"),
     [
-        (prsgd.quantized(4), lambda p: p * 4 / 8 + p / 512 * 4),
-        (prsgd.quantized(8), lambda p: p + p / 512 * 4),
-        (prsgd.quantized(2), lambda p: p * 1.6 / 8 + p / 512 * 4),
-        (prsgd.quantized(3), lambda p: p * 3 / 8 + p / 512 * 4),
-        (prsgd.quantized("ternary"), lambda p: p * 1.6 / 8 + p / 512 * 4),
-        (prsgd.quantized("sign"), lambda p: p / 8 + p / 512 * 4),
+        (prsgd.quantized(4, way="gather"), lambda p: p * 4 / 8 + p / 512 * 4),
+        (prsgd.quantized(8, way="gather"), lambda p: p + p / 512 * 4),
+        (prsgd.quantized(2, way="gather"), lambda p: p * 1.6 / 8 + p / 512 * 4),
+        (prsgd.quantized(3, way="gather"), lambda p: p * 3 / 8 + p / 512 * 4),
+        (prsgd.quantized("ternary", way="gather"), lambda p: p * 1.6 / 8 + p / 512 * 4),
+        (prsgd.quantized("sign", way="gather"), lambda p: p / 8 + p / 512 * 4),
         (prsgd.sparse(0.01), lambda p: p * 0.01 * 6),
     ],
     ids=lambda value: None if callable(value) else str(value),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from prsgd.averaging import weights as weighing
 from prsgd.averaging.base import Averaging, Header, Landing, Memory, Setting
 from prsgd.averaging.summed import summed, weighted_sum
-from prsgd.averaging.wires.base import Arrived, Change, Wire
+from prsgd.averaging.wires.base import Arrived, Change, Changes, Wire
 from prsgd.averaging.wires.half import half
 from prsgd.comm.base import Communicator, Then, Work
 
@@ -83,12 +84,13 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
         # In a consensus nothing lands, and the loop takes the exact mean: there is nothing to say.
         weights = [0.0] * len(snap) if header.sums.consensus else self.weigh(header)
         header = header.weighing(sum(weights))
-        changes = [
-            Change(i, comm.workers[i], memory["averages"], weight, lambda i=i: _change(memory, snap, i))  # type: ignore[misc]
+        average = memory["averages"]
+        changes = tuple(
+            Change(i, comm.workers[i], average, weight, partial(_change, memory, snap, i))
             for i, weight in enumerate(weights)
             if weight
-        ]
-        work = self.wire.send(comm, changes, memory["point"], header)
+        )
+        work = self.wire.send(comm, Changes(changes, average), memory["point"], header)
 
         def landing(arrived: Arrived) -> Landing:
             began = time.perf_counter()
@@ -101,8 +103,10 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
             )
             if not arrived.header.sums.weight:
                 return found
-            target = memory["point"] + arrived.total().div_(arrived.header.sums.weight)
-            after = {**memory, "point": target, "averages": memory["averages"] + 1}
+            total = arrived.total()
+            weight = total.new_tensor(arrived.header.sums.weight)
+            target = torch.addcdiv(memory["point"], total, weight, out=total)  # point + total / weight
+            after = {**memory, "point": target, "averages": average + 1}
             if "residuals" in memory:
                 after["residuals"] = _residuals(memory["residuals"], arrived.kept, header.bad)
             known = _mean(snap, weights, target) if len(snap) == len(comm.members) else None
@@ -112,10 +116,10 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
         return Then(work, landing)
 
 
-def _change(memory: Memory, snap: Tensor, i: int) -> Tensor:
+def _change(memory: Memory, snap: Tensor, i: int, part: slice = slice(None), out: Tensor | None = None) -> Tensor:
     """What hosted worker i has to say, in the dtype of sums, which a half-precision fleet's rows are not."""
-    change: Tensor = snap[i] - memory["point"]
-    return change.add_(memory["residuals"][i]) if "residuals" in memory else change
+    change = torch.sub(snap[i, part], memory["point"][part], out=out)
+    return change.add_(memory["residuals"][i, part]) if "residuals" in memory else change
 
 
 def _residuals(before: Tensor, kept: dict[int, Tensor], bad: Sequence[bool]) -> Tensor:

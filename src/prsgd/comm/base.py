@@ -17,6 +17,8 @@ S = TypeVar("S")
 
 Route = tuple[int, int]
 """(from worker, to worker)"""
+Combine = Callable[[Tensor, Tensor, range], Tensor]
+"""All workers' lines (N, m, ...) and numbers (N, K), and the workers that own the lines -> (m, ...)"""
 
 
 class Work(Protocol[T]):
@@ -115,6 +117,24 @@ class Communicator(Protocol):
     def all_gather(self, payload: Tensor) -> Work[Tensor]:
         """From each process one row per hosted worker, (n, ...); to each all workers' rows by id, (N, ...)."""
         ...
+
+    def all_combine(self, lines: Tensor, beside: Tensor, combine: Combine, *, out: Tensor) -> Work[Tensor]:
+        """An all-reduce whose sum is the caller's: each line of all workers is brought to one owner, which combines it.
+
+        From each process ``lines`` (n, M, ...) of its hosted workers, of which worker j owns ``hosted_range(M, N, j)``,
+        and a few numbers ``beside`` (n, K), which all get. ``combine`` is called once, in any thread, with all workers'
+        lines (N, m, ...) that hosted workers own, all workers' numbers and the hosted workers; what it makes, a line of
+        each, fills those lines of ``out`` (M, ...) in all processes. The result is all workers' numbers by id, (N, K).
+
+        Unless a communicator knows better, all gather all lines, and every process makes everything.
+        """
+        gathered = Both(self.all_gather(lines), self.all_gather(beside))
+
+        def made(both: tuple[Tensor, Tensor]) -> Tensor:
+            out.copy_(combine(*both, range(self.num_workers)))
+            return both[1]
+
+        return Then(gathered, made)
 
     def exchange(self, send: Mapping[Route, Tensor], receive: Mapping[Route, Tensor]) -> Work[None]:
         """Send each tensor along its route; fill each tensor of ``receive`` with what came along its."""

@@ -119,6 +119,7 @@ class Connection:
         if _not_over(under_way):
             _drop_later(group, under_way)
         else:
+            self._errands.join(ENDING_SECONDS)
             _drop([group])
 
     def release(self) -> None:

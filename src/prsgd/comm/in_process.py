@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prsgd._check import one_of, whole_number
-from prsgd.comm.base import Communicator, Done, Route, Work
-from prsgd.comm.links import SHAPES, bytes_of_sum
+from prsgd.comm.base import Combine, Communicator, Done, Route, Work
+from prsgd.comm.links import SHAPES, bytes_of_combination, bytes_of_sum
 
 
 class InProcess(Communicator):
@@ -44,6 +44,11 @@ class InProcess(Communicator):
         row_bytes = payload[0].numel() * payload.element_size()
         others = self.num_workers - 1
         return Done(payload.clone(), bytes_sent=row_bytes * others, hops=others)
+
+    def all_combine(self, lines: Tensor, beside: Tensor, combine: Combine, *, out: Tensor) -> Work[Tensor]:
+        out.copy_(combine(lines, beside, self.workers))
+        sent = bytes_of_combination(self.num_workers, lines[0].nbytes, out.nbytes, beside[0].nbytes)
+        return Done(beside, bytes_sent=sent, hops=2)
 
     def exchange(self, send: Mapping[Route, Tensor], receive: Mapping[Route, Tensor]) -> Work[None]:
         for route, tensor in receive.items():

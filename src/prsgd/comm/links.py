@@ -29,6 +29,16 @@ def bytes_of_sum(shape: str, num_workers: int, num_bytes: int) -> tuple[int, int
     return num_bytes, (num_workers - 1) * num_bytes
 
 
+def bytes_of_combination(num_workers: int, brought_bytes: int, made_bytes: int, beside_bytes: int) -> int:
+    """What each of N workers sends, in the mean, where each combines a part of what all bring and sends all others what
+    it made of it: (N - 1) / N of what one brings and of all that is made, and N - 1 times what goes to everybody.
+
+    >>> bytes_of_combination(8, 1000, 1000, 4)
+    1778
+    """
+    return round((num_workers - 1) * ((brought_bytes + made_bytes) / num_workers + beside_bytes))
+
+
 def bytes_summed(num_workers: int, bytes_sent: int, server_bytes_sent: int = 0) -> float:
     """How many bytes were summed, from what ``bytes_of_sum`` says that each worker and the server sent.
 

@@ -19,9 +19,10 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  
 )
 
 from prsgd._check import one_of, positive, whole_number
-from prsgd.comm.base import Communicator, Route, Then, Work, hosted_range
+from prsgd.comm.base import Combine, Communicator, Done, Route, Then, Work, hosted_range
+from prsgd.comm.combining import Peers, combine_over
 from prsgd.comm.connection import Connection
-from prsgd.comm.links import SHAPES, bytes_of_sum
+from prsgd.comm.links import SHAPES, bytes_of_combination, bytes_of_sum
 from prsgd.comm.works import Errand, Pending, PendingAll
 from prsgd.errors import UsageError
 
@@ -80,7 +81,7 @@ class TorchDistributed(Communicator):
             tag, limit, peers = self._next_tag(), self._transfer_limit(), range(1, len(self.ranks))
             call = partial(_collect, peers=peers) if self._process == 0 else _hand_in
             future = self._start(lambda g: self._connection.errand(lambda: call(g, flat, tag, limit)), flat)
-            return Errand(self, future, flat, sent, by_server)
+            return Errand(self, future, flat, sent, server_bytes_sent=by_server)
         options = AllreduceOptions()
         options.timeout = self._transfer_limit()
         work = self._start(lambda group: group.allreduce([flat], options), flat)
@@ -98,6 +99,17 @@ class TorchDistributed(Communicator):
         bytes_sent = _num_bytes(payload[0]) * (self.num_workers - 1)
         pending = Pending(self, work, parts, bytes_sent, hops=self.num_workers - 1)
         return Then(pending, lambda parts: torch.cat([p[: len(b)] for p, b in zip(parts, blocks)]))
+
+    def all_combine(self, lines: Tensor, beside: Tensor, combine: Combine, *, out: Tensor) -> Work[Tensor]:
+        sent = bytes_of_combination(self.num_workers, _num_bytes(lines[0]), _num_bytes(out), _num_bytes(beside[0]))
+        if len(self.ranks) == 1:
+            out.copy_(combine(lines, beside, self.workers))
+            return Done(beside, bytes_sent=sent, hops=2)
+        numbers = beside.new_empty(self.num_workers, *beside.shape[1:])
+        peers = Peers(self._process, self._blocks, self._transfer_limit(), [self._next_tag() for _ in range(3)])
+        call = partial(combine_over, peers, lines, beside, combine, out, numbers)
+        future = self._start(lambda group: self._connection.errand(lambda: call(group)), lines)
+        return Errand(self, future, numbers, sent, hops=2)
 
     def exchange(self, send: Mapping[Route, Tensor], receive: Mapping[Route, Tensor]) -> Work[None]:
         tag = self._next_tag()

@@ -130,7 +130,8 @@ class Pending(UnderWay[T]):
 
 
 class Errands:
-    """Runs calls one after another in a thread of its own, so that a sum through a server can travel beside steps."""
+    """Runs calls one after another in a thread of its own, so that what needs somebody to send on what has come can
+    travel beside steps: a sum through a server, and what owners combine for all."""
 
     def __init__(self) -> None:
         self._queue: Queue[tuple[Callable[[], None], Future[None]] | None] = Queue()
@@ -148,6 +149,11 @@ class Errands:
         """End the thread, once what is under way is over."""
         self._queue.put(None)
 
+    def join(self, seconds: float) -> None:
+        """Wait so long for the thread to end: until then it may hold a group, and be in torch."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
     def _work(self) -> None:
         while (errand := self._queue.get()) is not None:
             call, future = errand
@@ -161,10 +167,19 @@ class Errands:
 
 
 class Errand(UnderWay[T]):
-    """A sum through the parameter server under way."""
+    """An errand under way."""
 
-    def __init__(self, comm: Wire, future: Future[None], result: T, bytes_sent: int, server_bytes_sent: int) -> None:
-        super().__init__(comm, result, bytes_sent, server_bytes_sent=server_bytes_sent)
+    def __init__(
+        self,
+        comm: Wire,
+        future: Future[None],
+        result: T,
+        bytes_sent: int,
+        *,
+        server_bytes_sent: int = 0,
+        hops: int = 0,
+    ) -> None:
+        super().__init__(comm, result, bytes_sent, server_bytes_sent=server_bytes_sent, hops=hops)
         self._future = future
         future.add_done_callback(self._stamp())
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from prsgd.averaging.base import Header, Setting
 from prsgd.comm.base import Both, Communicator, Then, Work
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,28 @@ class Change:
     average: int
     """Averages that there have been: with the worker's id, what random numbers depend on."""
     weight: float
-    values: Callable[[], Tensor]
-    """Makes it (P,), in the dtype of sums, for the wire to change."""
+    values: Callable[..., Tensor]
+    """Makes it (P,), in the dtype of sums, for the wire to change; of a slice that is given only that part, in
+    ``out`` if that is given."""
+
+
+@dataclass(frozen=True)
+class Changes(Sequence[Change]):
+    """What the hosted workers have to say that count."""
+
+    each: tuple[Change, ...]
+    average: int
+    """Averages that there have been."""
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    @overload
+    def __getitem__(self, index: int) -> Change: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Change, ...]: ...
+    def __getitem__(self, index: int | slice) -> Change | tuple[Change, ...]:
+        return self.each[index]
 
 
 @dataclass(frozen=True)
@@ -61,7 +84,7 @@ class Wire(ABC):
         """Raise a ValueError that says why it cannot carry changes of these weights."""
 
     @abstractmethod
-    def send(self, comm: Communicator, changes: Sequence[Change], like: Tensor, header: Header) -> Work[Arrived]:
+    def send(self, comm: Communicator, changes: Changes, like: Tensor, header: Header) -> Work[Arrived]:
         """Start to share the hosted workers' changes, of which those of weight 0 are not among ``changes``; ``like``
         (P,) has their size and dtype."""
 
@@ -91,43 +114,70 @@ class Gathered(Wire):
     def add(self, encoded: Tensor, total: Tensor, weight: float = 1.0) -> None:
         """total (P,) += weight * what ``encoded`` stands for."""
 
-    def decode(self, encoded: Tensor, like: Tensor) -> Tensor:
-        """What ``encoded`` stands for."""
+    def decode(self, encoded: Tensor, like: Tensor, weight: float = 1.0) -> Tensor:
+        """weight * what ``encoded`` stands for."""
         total = torch.zeros_like(like)
-        self.add(encoded, total)
+        self.add(encoded, total, weight)
         return total
 
-    def send(self, comm: Communicator, changes: Sequence[Change], like: Tensor, header: Header) -> Work[Arrived]:
-        n, num_values, dtype = len(header.bad), len(like), like.dtype
-        width = self.num_bytes(num_values, dtype)
-        told = header.numbers().to(dtype)
-        numbers = like.new_zeros(n, 1 + len(told))
-        numbers[0, 1:] = told  # this process's, once
-        payload = torch.zeros(n, width + numbers.view(torch.uint8).shape[1], dtype=torch.uint8, device=like.device)
-        kept: dict[int, Tensor] = {}
-        for change in changes:
-            values = change.values()
-            numbers[change.place, 0] = change.weight
-            payload[change.place, :width] = encoded = self.encode(values, change.worker, change.average)
-            if self.keeps_residuals:
-                self.add(encoded, values, -1.0)
-                kept[change.place] = values
+    def decode_sum(self, rows: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
+        """The weighted sum of what ``rows`` stand for; those of weight 0 are not read."""
+        each = [(row, weight) for row, weight in zip(rows, weights) if weight]
+        if not each:
+            return torch.zeros_like(like)
+        total = self.decode(each[0][0], like, each[0][1])
+        for row, weight in each[1:]:
+            self.add(row, total, weight)
+        return total
+
+    def write(self, change: Change, like: Tensor, out: Tensor) -> Tensor | None:
+        """Encode a hosted worker's change into ``out``; returns what it has not said, if that is to be said later."""
+        values = change.values()
+        out.copy_(self.encode(values, change.worker, change.average))
+        if not self.keeps_residuals:
+            return None
+        self.add(out, values, -1.0)
+        return values
+
+    def send(self, comm: Communicator, changes: Changes, like: Tensor, header: Header) -> Work[Arrived]:
+        width, numbers = self.num_bytes(len(like), like.dtype), self.numbers(changes, like, header)
+        payload = like.new_zeros(len(numbers), width + numbers[0].nbytes, dtype=torch.uint8)
         payload[:, width:] = numbers.view(torch.uint8)
+        kept = self.written(changes, like, payload[:, :width])
 
         def arrived(rows: Tensor, exact: Tensor) -> Arrived:
-            numbers = rows[:, width:].clone(memory_format=torch.contiguous_format).view(dtype)
+            numbers = rows[:, width:].clone(memory_format=torch.contiguous_format).view(like.dtype)
+            weights = numbers[:, 0].tolist()
+            return Arrived(
+                landed(header, numbers, exact), lambda: self.decode_sum(rows[:, :width].unbind(), weights, like), kept
+            )
 
-            def total() -> Tensor:
-                made: Tensor = like.new_zeros(num_values)
-                for row, weight in zip(rows, numbers[:, 0].tolist()):
-                    if weight:
-                        self.add(row[:width], made, weight)
-                return made
+        return with_buffers(comm, header, comm.all_gather(payload), arrived)
 
-            landed = header.landed(header.extras.new_zeros(0), numbers[:, 1:].sum(dim=0), exact)
-            return Arrived(landed, total, kept)
+    def written(self, changes: Changes, like: Tensor, rows: Tensor) -> dict[int, Tensor]:
+        """Encode the changes into ``rows`` (n, ...); by place what is to be said later."""
+        kept = {change.place: self.write(change, like, rows[change.place]) for change in changes}
+        return {place: residual for place, residual in kept.items() if residual is not None}
 
-        gathered = comm.all_gather(payload)
-        if not len(header.exact):
-            return Then(gathered, lambda rows: arrived(rows, header.exact))
-        return Then(Both(gathered, comm.all_reduce(header.exact.clone())), lambda both: arrived(*both))
+    def numbers(self, changes: Changes, like: Tensor, header: Header) -> Tensor:
+        """(n, 1 + K): each hosted worker's weight; beside the first one's what this process tells."""
+        told = header.numbers().to(like.dtype)
+        numbers = like.new_zeros(len(header.bad), 1 + len(told))
+        numbers[0, 1:] = told
+        for change in changes:
+            numbers[change.place, 0] = change.weight
+        return numbers
+
+
+def landed(header: Header, numbers: Tensor, exact: Tensor) -> Header:
+    """The header of all workers, from their ``numbers`` (N, 1 + K) and buffers."""
+    return header.landed(header.extras.new_zeros(0), numbers[:, 1:].sum(dim=0), exact)
+
+
+def with_buffers(
+    comm: Communicator, header: Header, work: Work[S], arrived: Callable[[S, Tensor], Arrived]
+) -> Work[Arrived]:
+    """What ``arrived`` makes of the work's result and of all workers' buffers, which are summed meanwhile."""
+    if not len(header.exact):
+        return Then(work, lambda result: arrived(result, header.exact))
+    return Then(Both(work, comm.all_reduce(header.exact.clone())), lambda both: arrived(*both))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from prsgd.averaging.base import Header
 from prsgd.averaging.summed import weighted_sum
-from prsgd.averaging.wires.base import Arrived, Change, Wire
+from prsgd.averaging.wires.base import Arrived, Changes, Wire
 from prsgd.comm.base import Both, Communicator, Then, Work
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -41,7 +40,7 @@ class half(Wire):  # noqa: N801 - a word in the user's sentence
                 f"weights {weights!r} times changes may be more than float16 holds: use half(torch.bfloat16)"
             )
 
-    def send(self, comm: Communicator, changes: Sequence[Change], like: Tensor, header: Header) -> Work[Arrived]:
+    def send(self, comm: Communicator, changes: Changes, like: Tensor, header: Header) -> Work[Arrived]:
         num_extras = header.extras.shape[1]
         total = torch.zeros_like(like, dtype=self.dtype)
         weights, kept = [0.0] * len(header.bad), {}

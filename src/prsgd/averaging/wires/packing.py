@@ -1,6 +1,6 @@
-"""Small whole numbers packed into bytes, and back.
+"""Small whole numbers packed into bytes, and back, along the last dimension.
 
-A byte holds numbers that lie far apart in the row, not neighbours: all work is on long runs of memory, on any device.
+A byte holds numbers that lie far apart in the line, not neighbours: all work is on long runs of memory, on any device.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ def packed_bytes(count: int, levels: int) -> int:
 
 
 def pack(codes: Tensor, levels: int) -> Tensor:
-    """Whole numbers below ``levels`` (at most 2^16) as bytes."""
-    packed, shift = [], 0
-    for part in _parts(levels):
-        digits = codes if part == levels else (codes >> shift) & (part - 1)
+    """Whole numbers below ``levels`` (at most 2^16) as bytes: (..., count) -> (..., bytes)."""
+    parts, packed, shift = _parts(levels), [], 0
+    for part in parts:
+        digits = codes if len(parts) == 1 else (codes >> shift) & (part - 1)
         packed.append(_pack(digits.to(torch.uint8), part))
         shift += part.bit_length() - 1
-    return packed[0] if len(packed) == 1 else torch.cat(packed)
+    return packed[0] if len(packed) == 1 else torch.cat(packed, dim=-1)
 
 
 def unpack(packed: Tensor, levels: int, count: int) -> Tensor:
-    """The first ``count`` numbers that ``pack`` was given; uint8, or int32 where they need it."""
+    """The ``count`` numbers of each line that ``pack`` was given; uint8, or int32 where they need it."""
     parts = _parts(levels)
     if len(parts) == 1:
         return _unpack(packed, parts[0], count)
-    codes = torch.zeros(count, dtype=torch.int32, device=packed.device)
+    codes = torch.zeros(*packed.shape[:-1], count, dtype=torch.int32, device=packed.device)
     at = shift = 0
     for part in parts:
         size = -(-count // _per_byte(part))
-        codes += _unpack(packed[at : at + size], part, count).int() << shift
+        codes += _unpack(packed[..., at : at + size], part, count).int() << shift
         at, shift = at + size, shift + part.bit_length() - 1
     return codes
 
@@ -63,19 +63,19 @@ def _pack(digits: Tensor, levels: int) -> Tensor:
     if per_byte == 1:
         return digits
     lanes = _lanes(digits, per_byte)
-    packed = lanes[-1].clone()
-    for lane in lanes[:-1].flip(0):  # Horner's rule: the first lane is the lowest digit
-        packed.mul_(levels).add_(lane)
+    packed = lanes[-1]
+    for lane in reversed(lanes[:-1]):  # Horner's rule: the first lane is the lowest digit
+        packed = torch.add(lane, packed, alpha=levels)
     return packed
 
 
 def _unpack(packed: Tensor, levels: int, count: int) -> Tensor:
-    per_byte = _per_byte(levels)
+    per_byte, width = _per_byte(levels), packed.shape[-1]
     if per_byte == 1:
-        return packed[:count]
-    lanes = torch.empty(per_byte, len(packed), dtype=torch.uint8, device=packed.device)
+        return packed[..., :count]
+    lanes = torch.empty(*packed.shape[:-1], per_byte, width, dtype=torch.uint8, device=packed.device)
     rest = packed
-    for lane in lanes:
+    for lane in lanes.unbind(-2):
         if levels == 3:
             above = ((rest.int() * 171) >> 9).to(torch.uint8)  # a third, exact below 256
             torch.sub(rest, above * 3, out=lane)
@@ -83,11 +83,11 @@ def _unpack(packed: Tensor, levels: int, count: int) -> Tensor:
             above = rest >> (levels.bit_length() - 1)
             torch.bitwise_and(rest, levels - 1, out=lane)
         rest = above
-    return lanes.view(-1)[:count]
+    return lanes.flatten(-2)[..., :count]
 
 
-def _lanes(digits: Tensor, per_byte: int) -> Tensor:
-    width = -(-len(digits) // per_byte)
-    missing = width * per_byte - len(digits)
-    padded = torch.cat([digits, digits.new_zeros(missing)]) if missing else digits
-    return padded.view(per_byte, width)
+def _lanes(digits: Tensor, per_byte: int) -> tuple[Tensor, ...]:
+    missing = -digits.shape[-1] % per_byte
+    if missing:
+        digits = torch.cat([digits, digits.new_zeros(*digits.shape[:-1], missing)], dim=-1)
+    return digits.reshape(*digits.shape[:-1], per_byte, -1).unbind(-2)

@@ -1,7 +1,7 @@
 """Changes in few bits: QSGD (Alistarh et al. 2017), TernGrad (Wen et al. 2017), signs with error feedback (Karimireddy
 et al. 2019, after Seide et al. 2014).
 
-A row is cut into buckets, each with a scale of its own that travels beside its codes:
+A row is cut into buckets. Each travels as a line of bytes, its codes and then a scale of its own:
 
     bits b     scale = largest magnitude; codes are levels from -scale to scale, rounded up or down at random so that
                the mean is right: 2^b - 1 of them, so that 0 is one (2 for b = 1)
@@ -11,27 +11,30 @@ A row is cut into buckets, each with a scale of its own that travels beside its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prsgd._check import one_of, whole_number
-from prsgd.averaging.wires.base import Gathered
+from prsgd.averaging.wires.base import Change
 from prsgd.averaging.wires.packing import pack, packed_bytes, unpack
+from prsgd.averaging.wires.scattered import WAYS, Scattered
 
 CACHED = 1 << 18
 """Numbers that fit into a core's cache, roughly."""
 
 
 @dataclass(frozen=True)
-class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
+class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
     """Each worker sends its change since the last average in ``bits`` bits a number: 1 to 16, "ternary" or "sign".
 
-    All workers gather all changes, so one sends (N - 1) times its own, where an all-reduce sends twice the model:
-    few bits pay for few workers. Beside each ``bucket`` of numbers travels one scale. 2 bits have the three levels of
-    "ternary", and take its 1.6 bits.
+    Beside each ``bucket`` of numbers travels one scale. 2 bits have the three levels of "ternary", and take its 1.6
+    bits. Few workers gather all changes, and one sends (N - 1) times its own. More of them add up a part each, and pack
+    the sum again for all others: then one sends 2 (N - 1) / N of its change, as in an all-reduce, and numbers are
+    rounded twice, both times right on average. Sums of signs travel in 4 bits.
 
     >>> quantized(4).num_bytes(1024), 1024 * 4  # half a byte each and two scales; as float32
     (520, 4096)
@@ -41,6 +44,9 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
     bucket: int = 512
     seed: int = 0
     """Of the rounding: each worker's numbers depend on it, the worker and the average."""
+    way: str = "auto"
+    """How changes are added up: all workers "gather" all, or they "scatter" them, each part to one; "auto": whichever
+    sends less."""
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, str) and not self.bits.isdigit():
@@ -49,6 +55,7 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
             raise ValueError(f'bits must be a whole number from 1 to 16, "ternary" or "sign", got {self.bits!r}')
         whole_number("bucket", self.bucket, at_least=1)
         whole_number("seed", self.seed, at_least=0)
+        one_of("way", self.way, WAYS)
 
     @property
     def keeps_residuals(self) -> bool:
@@ -61,79 +68,114 @@ class quantized(Gathered):  # noqa: N801 - a word in the user's sentence
             return {"ternary": 3, "sign": 2}[self.bits]
         return int(max(2, 2**self.bits - 1))
 
-    def num_bytes(self, num_values: int, dtype: torch.dtype = torch.float32) -> int:
-        return self._packed_bytes(num_values) + -(-num_values // self._bucket(num_values)) * int(dtype.itemsize)
+    @property
+    def line_values(self) -> int:
+        return self.bucket
 
-    def encode(self, change: Tensor, worker: int = 0, average: int = 0) -> Tensor:
+    @property
+    def of_sums(self) -> quantized:
+        return replace(self, bits=4) if self.bits == "sign" else self  # signs of sums would need a memory of their own
+
+    def num_bytes(self, num_values: int, dtype: torch.dtype = torch.float32) -> int:
+        whole, rest = divmod(num_values, self.bucket)
+        return whole * self._line_bytes(self.bucket, dtype) + (self._line_bytes(rest, dtype) if rest else 0)
+
+    def encode(self, change: Tensor, worker: int = 0, average: int = 0, *, again: bool = False) -> Tensor:
         encoded = torch.empty(self.num_bytes(len(change), change.dtype), dtype=torch.uint8, device=change.device)
-        generator = None if self.bits == "sign" else self._generator(worker, average, change.device)
-        packed, scales = self._split(encoded, change)
-        run, bucket = self._run(len(change)), self._bucket(len(change))
-        found, at = torch.empty_like(scales), 0
-        for values, place in zip(change.split(run), found.split(run // bucket)):
-            codes = self._codes(_buckets(values, bucket), len(values), place, generator)
-            part = pack(codes.view(-1)[: len(values)], self.levels)
-            packed[at : at + len(part)] = part
-            at += len(part)
-        encoded[at:] = found.view(torch.uint8)
+        room = self._room(change, (worker, average, *[1] * again))
+        for part, place, count in self._runs(len(change), change.dtype):
+            self._pack(change[part].view(count, -1), encoded[place].view(count, -1), room)
         return encoded
 
+    def write(self, change: Change, like: Tensor, out: Tensor) -> Tensor | None:
+        if self.keeps_residuals:
+            return super().write(change, like, out)
+        room = self._room(like, (change.worker, change.average))
+        values = torch.empty_like(like[: len(room.noise)])
+        for part, place, count in self._runs(len(like), like.dtype):
+            made = change.values(part, values[: part.stop - part.start])
+            self._pack(made.view(count, -1), out[place].view(count, -1), room)
+        return None
+
     def add(self, encoded: Tensor, total: Tensor, weight: float = 1.0) -> None:
-        half, at = (self.levels - 1) / 2, 0
-        packed, scales = self._split(encoded, total)
-        run, bucket = self._run(len(total)), self._bucket(len(total))
-        for inside, steps in zip(total.split(run), (scales * (weight / half)).split(run // bucket)):
-            width = packed_bytes(len(inside), self.levels)
-            values = unpack(packed[at : at + width], self.levels, len(inside)).to(total.dtype).sub_(half)
-            at += width
-            whole = len(inside) // bucket
-            size = whole * bucket
-            inside[:size].view(whole, bucket).addcmul_(values[:size].view(whole, bucket), steps[:whole].unsqueeze(1))
-            if size < len(inside):
-                inside[size:].addcmul_(values[size:], steps[-1])
+        for inside, values, steps in self._unpacked(encoded, total, weight):
+            inside.addcmul_(values, steps)
 
-    def _bucket(self, num_values: int) -> int:
-        return min(self.bucket, num_values)
+    def decode(self, encoded: Tensor, like: Tensor, weight: float = 1.0) -> Tensor:
+        total = torch.empty_like(like)
+        for inside, values, steps in self._unpacked(encoded, total, weight):
+            torch.mul(values, steps, out=inside)
+        return total
 
-    def _run(self, num_values: int) -> int:
-        """So many numbers at a time: whole buckets and whole bytes, and few enough to stay in a core's cache."""
-        whole = 40 * self._bucket(num_values)
-        return whole * max(1, CACHED // whole)
+    def _unpacked(self, encoded: Tensor, total: Tensor, weight: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """By runs: lines of ``total``, the codes that stand for them, 0 in the middle, and what one more is worth."""
+        half, scale_bytes, room = (self.levels - 1) / 2, total.element_size(), total.new_empty(self._most(len(total)))
+        for part, place, count in self._runs(len(total), total.dtype):
+            inside, lines = total[part].view(count, -1), encoded[place].view(count, -1)
+            scales = lines[:, -scale_bytes:].clone(memory_format=torch.contiguous_format).view(total.dtype)
+            values = room[: inside.numel()].view_as(inside)
+            values.copy_(unpack(lines[:, :-scale_bytes], self.levels, inside.shape[1]))
+            yield inside, values.sub_(half), scales * (weight / half)
 
-    def _packed_bytes(self, num_values: int) -> int:
-        runs, rest = divmod(num_values, self._run(num_values))
-        return runs * packed_bytes(self._run(num_values), self.levels) + packed_bytes(rest, self.levels)
+    def _runs(self, num_values: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, int]]:
+        """Where so many numbers lie, where the bytes that stand for them, in how many lines: whole lines that stay in a
+        core's cache, then the last one, which may be shorter."""
+        run, at, place = self._most(num_values), 0, 0
+        while at < num_values:
+            left = num_values - at
+            size = min(run, left - left % self.bucket) or left
+            width = self.num_bytes(size, dtype)
+            yield slice(at, at + size), slice(place, place + width), max(1, size // self.bucket)
+            at, place = at + size, place + width
 
-    def _split(self, encoded: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        width = self._packed_bytes(len(like))
-        return encoded[:width], encoded[width:].clone().view(like.dtype)
+    def _most(self, num_values: int) -> int:
+        """How many of so many numbers a run has at most."""
+        return min(num_values, max(1, CACHED // self.bucket) * self.bucket)
 
-    def _codes(self, buckets: Tensor, count: int, scales: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The levels of a run of ``count`` numbers, whose scales are written to ``scales``."""
-        if generator is None:  # signs
-            sizes = scales.new_full((len(buckets),), buckets.shape[1])
-            sizes[-1] -= buckets.numel() - count
-            torch.div(buckets.abs().sum(dim=1), sizes, out=scales)
-            return buckets >= 0
-        torch.amax(buckets.abs(), dim=1, out=scales)
+    def _line_bytes(self, num_values: int, dtype: torch.dtype) -> int:
+        return packed_bytes(num_values, self.levels) + int(dtype.itemsize)
+
+    def _room(self, like: Tensor, drawn_for: tuple[int, ...]) -> _Room:
+        seed = np.random.SeedSequence((self.seed, *drawn_for)).generate_state(1, np.uint64)[0]
+        generator = torch.Generator(like.device).manual_seed(int(seed) >> 1)
+        most = self._most(len(like))
+        draws = like.new_empty(-(-most // 4), dtype=torch.int64)
+        return _Room(generator, draws, like.new_empty(most), like.new_empty(most, dtype=torch.int32))
+
+    def _pack(self, values: Tensor, lines: Tensor, room: _Room) -> None:
+        """Numbers (count, bucket) as lines of bytes."""
+        scales, codes = self._signs(values) if self.bits == "sign" else self._levels(values, room)
+        packed = pack(codes, self.levels)
+        lines[:, : packed.shape[1]] = packed
+        lines[:, packed.shape[1] :] = scales.view(torch.uint8)
+
+    def _signs(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The scale of each line (count, 1), and its codes."""
+        return values.abs().sum(dim=1, keepdim=True).div_(values.shape[1]), values >= 0
+
+    def _levels(self, values: Tensor, room: _Room) -> tuple[Tensor, Tensor]:
+        sizes, codes = (part[: values.numel()].view_as(values) for part in (room.noise, room.codes))
+        scales = torch.amax(torch.abs(values, out=sizes), dim=1, keepdim=True)
         half = (self.levels - 1) / 2
         factors = torch.where(scales >= torch.finfo(scales.dtype).tiny, half / scales, 0.0)
-        places = _noise(buckets, generator).add_(half).addcmul_(buckets, factors.unsqueeze(1)).floor_()
-        return places.clamp_(0, self.levels - 1).to(torch.int32 if self.levels > 256 else torch.uint8)
-
-    def _generator(self, worker: int, average: int, device: torch.device) -> torch.Generator:
-        seed = np.random.SeedSequence((self.seed, worker, average)).generate_state(1, np.uint64)[0]
-        return torch.Generator(device).manual_seed(int(seed) >> 1)
-
-
-def _buckets(values: Tensor, bucket: int) -> Tensor:
-    """(buckets, bucket), the last one filled up with zeros."""
-    missing = -len(values) % bucket
-    return (torch.cat([values, values.new_zeros(missing)]) if missing else values).view(-1, bucket)
+        places = room.draw(values, half).addcmul_(values, factors).clamp_(max=self.levels - 1)
+        # What is below 0 by rounding is cut off with the fractions. By way of int32: torch is slow to make bytes of
+        # floating-point numbers.
+        codes.copy_(places)
+        return scales, codes if self.levels > 256 else codes.to(torch.uint8)
 
 
-def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Between 0 and 1, the mean of each 1/2: 65,536 values suffice, and four of them come with one draw."""
-    draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
-    draws.random_(-(2**63), None, generator=generator)
-    return draws.view(torch.int16)[: like.numel()].view_as(like).to(like.dtype).add_(32768.5).div_(65536)
+@dataclass(frozen=True)
+class _Room:
+    """Memory for a run of numbers: fresh memory for each would cost more than what is done in it."""
+
+    generator: torch.Generator
+    draws: Tensor
+    noise: Tensor
+    codes: Tensor
+
+    def draw(self, like: Tensor, above: float) -> Tensor:
+        """``above``, and 0 to 1 more, the mean of each 1/2: 65,536 values suffice, and four come with one draw."""
+        draws = self.draws[: -(-like.numel() // 4)].random_(-(2**63), None, generator=self.generator)
+        noise = self.noise[: like.numel()].view_as(like).copy_(draws.view(torch.int16)[: like.numel()].view_as(like))
+        return torch.add(noise.new_tensor(above + 0.5 + 2.0**-17), noise, alpha=2.0**-16, out=noise)

@@ -21,7 +21,8 @@ SAMPLE = 1 << 18
 class sparse(Gathered):  # noqa: N801 - a word in the user's sentence
     """Each worker sends the ``density`` share of its change that is largest in magnitude, and keeps the rest for later.
 
-    All workers gather all shares, so one sends (N - 1) times its own.
+    All workers gather all shares, so one sends (N - 1) times its own: the largest numbers of a sum are not known before
+    it is added up.
 
     >>> sparse(0.01).num_bytes(1_000_000), 1_000_000 * 4  # 10,000 numbers in 6 bytes each; all as float32
     (60064, 4000000)

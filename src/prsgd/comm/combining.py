@@ -1,0 +1,83 @@
+"""An all-reduce whose sum is the caller's, by messages between processes: lines to their owners, and back to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from prsgd.comm.base import Combine, hosted_range
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The processes of a group, of which this one is number ``process``."""
+
+    process: int
+    blocks: Sequence[range]
+    """The workers of each."""
+    limit: timedelta
+    """Of each transfer."""
+    tags: Sequence[int]
+    """Of three exchanges, which no others have."""
+
+    @property
+    def others(self) -> Iterator[int]:
+        """Those after this one first, so that not all speak to the same at the same time."""
+        return ((self.process + k) % len(self.blocks) for k in range(1, len(self.blocks)))
+
+    def lines(self, num_lines: int) -> list[slice]:
+        """Of so many, those that the workers of each process own."""
+        num_workers = self.blocks[-1].stop
+        ends = [[hosted_range(num_lines, num_workers, block[end]) for end in (0, -1)] for block in self.blocks]
+        return [slice(first.start, last.stop) for first, last in ends]
+
+
+@torch.no_grad()
+def combine_over(
+    peers: Peers,
+    lines: Tensor,
+    beside: Tensor,
+    combine: Combine,
+    out: Tensor,
+    numbers: Tensor,
+    group: dist.ProcessGroup,
+) -> None:
+    """``Communicator.all_combine`` for one of several processes, which fills ``out`` and ``numbers``, and blocks."""
+    owned, workers = peers.lines(len(out)), peers.blocks[peers.process]
+    rows_of = [slice(block.start, block.stop) for block in peers.blocks]
+    here, mine = rows_of[peers.process], owned[peers.process]
+    rows = lines.new_empty(len(numbers), mine.stop - mine.start, *lines.shape[2:])
+    numbers[here], rows[here] = beside, lines[:, mine]
+    to_owners = [lines[:, part].contiguous() for part in owned]
+    first = [
+        *_start(peers, group, [beside] * len(owned), [numbers[part] for part in rows_of], peers.tags[0]),
+        *_start(peers, group, to_owners, [rows[part] for part in rows_of], peers.tags[1]),
+    ]
+    _finish(first, peers.limit)
+    made = combine(rows, numbers, workers)
+    out[mine] = made
+    second = _start(peers, group, [made] * len(owned), [out[part] for part in owned], peers.tags[2])
+    _finish(second, peers.limit)
+
+
+def _start(
+    peers: Peers, group: dist.ProcessGroup, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int
+) -> list[dist.Work]:
+    """Send every other process its tensor, and fill those that come from it."""
+    works = []
+    for peer in peers.others:
+        if receive[peer].numel():
+            works.append(group.recv([receive[peer]], peer, tag))
+        if send[peer].numel():
+            works.append(group.send([send[peer]], peer, tag))
+    return works
+
+
+def _finish(works: Sequence[dist.Work], limit: timedelta) -> None:
+    for work in works:
+        work.wait(limit)
