@@ -150,12 +150,14 @@ def main() -> None:
     parser.add_argument("--file", type=Path, default=RESULTS / "length.json")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("add").add_argument("runs", type=Path, nargs="+")
-    commands.add_parser("draw").add_argument("--model", default="resnet8")
+    drawing = commands.add_parser("draw")
+    drawing.add_argument("--model", default="resnet8")
+    drawing.add_argument("--split", default="iid")
     args = parser.parse_args()
     if args.command == "add":
         print(add(args.runs, args.file), "new runs")
         return
-    rows = [row for row in json.loads(args.file.read_text()) if row["model"] == args.model]
+    rows = [row for row in json.loads(args.file.read_text()) if (row["model"], row["split"]) == (args.model, args.split)]
     draw(rows, args.file.with_suffix(".png"))
     print(table(rows))
 
