@@ -42,6 +42,7 @@ WORK = {
     "probe --steps 2 --looks 2": "the largest along the path:",
     "calibrate --processes 1 --steps 24": "1 processes, a step of the slowest takes",
     "verify": "0 of 0 claims hold",
+    "bench --models mlp --links loopback --contestants prsgd --rounds 1 --period 2": "throughput",
     "data list": "handwritten digits",
     "compare --help": "--seeds",
 }
@@ -52,6 +53,7 @@ NEED = {
     "timeline a": "rich",
     "plan --workers 4 --steps 1000 --plot p.png": "rich",
     "verify --out v": "rich",
+    "bench --out b": "rich",
     "data get cifar10": "pillow",
 }
 """Commands that do, and what they find missing."""
