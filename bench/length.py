@@ -157,7 +157,9 @@ def main() -> None:
     if args.command == "add":
         print(add(args.runs, args.file), "new runs")
         return
-    rows = [row for row in json.loads(args.file.read_text()) if (row["model"], row["split"]) == (args.model, args.split)]
+    rows = [
+        row for row in json.loads(args.file.read_text()) if (row["model"], row["split"]) == (args.model, args.split)
+    ]
     draw(rows, args.file.with_suffix(".png"))
     print(table(rows))
 
