@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -322,7 +323,11 @@ def test_the_command_tells_programs(tmp_path: Path) -> None:
 def bench() -> Iterator[subprocess.Popen[str]]:
     args = ["--models", "mlp", "--links", "1Gbit", "--contestants", "ddp", "--rounds", "1000"]
     command = [sys.executable, "-m", "prsgd", "bench", *args]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    # Where tests run in the background of a shell Ctrl-C is ignored, and so it would be here.
+    listens = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=listens
+    ) as process:
         yield process
         process.kill()
 
