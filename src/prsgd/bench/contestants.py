@@ -152,6 +152,7 @@ def torchft(work: Work, ground: Ground) -> Iterator[Step]:
         lighthouse_addr=told[0],
         replica_id=f"rank{ground.rank}",
         hostname=ground.address,
+        init_sync=False,  # all begin alike; its server of models tells the machine's name, which links do not know
     )
     try:
         with LocalSGD(manager, work.model, optimizer, sync_every=ground.period):

@@ -17,7 +17,7 @@ from prsgd.cli.parser import Parser, fail, path, refusing
 
 LINKS = ["loopback", "1Gbit", "100Mbit"]
 USUAL = ["mlp", "resnet20"]
-ASIDE = {"ddp-bf16", "ddp-powersgd"}
+ASIDE = {"ddp-bf16", "ddp-powersgd", "prsgd-period-auto", "prsgd-diloco"}
 """Contestants that run only if they are named."""
 MOST_RANKS, MOST_ROUNDS, MOST_PERIOD = 16, 1000, 10_000
 
