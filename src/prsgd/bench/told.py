@@ -171,7 +171,7 @@ def draw(races: Sequence[Race]) -> Drawing:
                 axes.text(share + 0.02, place, f"{share:.2f}", va="center", fontsize=6.5)
         axes.set_title(f"{race.model}, {race.link}, period {race.period}")
         axes.set_xlim(0, 1.15)
-        axes.set_xlabel("throughput / without communication")
+        axes.set_xlabel("share of the throughput")
         axes.set_yticks(range(len(names)), names)
         axes.grid(axis="y", visible=False)
     return drawing
