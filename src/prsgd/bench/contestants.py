@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.optim import SGD
+from torch import nn
+from torch.optim import SGD, Optimizer
 
 import prsgd
 from prsgd.bench.models import Work
@@ -52,16 +53,20 @@ def sgd(work: Work) -> SGD:
     return SGD(work.model.parameters(), lr=work.lr, momentum=0.9)
 
 
-@contextmanager
-def alone(work: Work, _: Ground) -> Iterator[Step]:
-    optimizer = sgd(work)
+def plain(work: Work, optimizer: Optimizer, model: nn.Module | None = None) -> Step:
+    """The user's usual step, by whatever optimizer; of the work's own model, or of what wraps it."""
 
     def step() -> None:
         optimizer.zero_grad()
-        work.loss().backward()
+        work.loss(model).backward()
         optimizer.step()
 
-    yield step
+    return step
+
+
+@contextmanager
+def alone(work: Work, _: Ground) -> Iterator[Step]:
+    yield plain(work, sgd(work))
 
 
 @contextmanager
@@ -78,13 +83,7 @@ def ddp(work: Work, _: Ground, hook: str | None = None) -> Iterator[Step]:
 
         state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=10)
         model.register_comm_hook(state, powerSGD_hook)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        work.loss(model).backward()
-        optimizer.step()
-
-    yield step
+    yield plain(work, optimizer, model)
 
 
 @contextmanager
@@ -93,13 +92,7 @@ def averager(work: Work, ground: Ground) -> Iterator[Step]:
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     optimizer = PostLocalSGDOptimizer(sgd(work), PeriodicModelAverager(period=ground.period, warmup_steps=0))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        work.loss().backward()
-        optimizer.step()
-
-    yield step
+    yield plain(work, optimizer)
 
 
 @contextmanager
@@ -156,13 +149,7 @@ def torchft(work: Work, ground: Ground) -> Iterator[Step]:
     )
     try:
         with LocalSGD(manager, work.model, optimizer, sync_every=ground.period):
-
-            def step() -> None:
-                optimizer.zero_grad()
-                work.loss().backward()
-                optimizer.step()
-
-            yield step
+            yield plain(work, optimizer)
     finally:
         manager.shutdown(wait=False)
         dist.barrier()  # the lighthouse goes last
@@ -174,13 +161,7 @@ def torchft(work: Work, ground: Ground) -> Iterator[Step]:
 def ours(work: Work, ground: Ground, parts: Callable[[], dict[str, Any]] = dict) -> Iterator[Step]:
     optimizer = sgd(work)
     with prsgd.LocalSGD(work.model, optimizer, **{"schedule": prsgd.every(ground.period), **parts()}):
-
-        def step() -> None:
-            optimizer.zero_grad()
-            work.loss().backward()
-            optimizer.step()
-
-        yield step
+        yield plain(work, optimizer)
 
 
 def _with(**parts: Any) -> Callable[[Work, Ground], AbstractContextManager[Step]]:

@@ -60,8 +60,7 @@ class Then(Generic[S, T]):
     def __init__(self, work: Work[S], make: Callable[[S], T]) -> None:
         self._work, self._make = work, make
         self._made: list[T] = []
-        self.bytes_sent, self.server_bytes_sent = work.bytes_sent, work.server_bytes_sent
-        self.hops = getattr(work, "hops", 0)
+        self.bytes_sent, self.server_bytes_sent, self.hops = work.bytes_sent, work.server_bytes_sent, work.hops
 
     def wait(self, timeout_seconds: float | None = None) -> T:
         """The other's result waited for, and this one made of it."""
@@ -80,7 +79,7 @@ class Both(Generic[S, T]):
         self._works = first, second
         self.bytes_sent = first.bytes_sent + second.bytes_sent
         self.server_bytes_sent = first.server_bytes_sent + second.server_bytes_sent
-        self.hops = max(getattr(work, "hops", 0) for work in self._works)
+        self.hops = max(first.hops, second.hops)
 
     def wait(self, timeout_seconds: float | None = None) -> tuple[S, T]:
         """Both results."""
