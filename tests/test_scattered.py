@@ -377,7 +377,7 @@ def rank_makes_another_dtype(rank: int) -> list[list[float]]:
     )
     work.wait(60)
     comm.close()
-    return out.tolist()  # type: ignore[no-any-return]
+    return out.tolist()
 
 
 def test_what_is_made_may_be_of_another_dtype_and_layout() -> None:

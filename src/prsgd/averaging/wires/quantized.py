@@ -11,7 +11,7 @@ A row is cut into buckets. Each travels as a line of bytes, its codes and then a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from prsgd._check import one_of, whole_number
-from prsgd.averaging.wires.base import Change
+from prsgd.averaging.wires.base import Change, fresh
 from prsgd.averaging.wires.packing import pack, packed_bytes, unpack
 from prsgd.averaging.wires.scattered import WAYS, Scattered
 
@@ -98,24 +98,45 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
         return None
 
     def add(self, encoded: Tensor, total: Tensor, weight: float = 1.0) -> None:
-        for inside, values, steps in self._unpacked(encoded, total, weight):
-            inside.addcmul_(values, steps)
+        room = torch.empty_like(total[: self._most(len(total))])
+        for part, place, count in self._runs(len(total), total.dtype):
+            inside = total[part].view(count, -1)
+            inside.addcmul_(*self._unpacked(encoded[place].view(count, -1), weight, room[: inside.numel()]))
 
-    def decode(self, encoded: Tensor, like: Tensor, weight: float = 1.0) -> Tensor:
+    def decode_sum(self, rows: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
         total = torch.empty_like(like)
-        for inside, values, steps in self._unpacked(encoded, total, weight):
-            torch.mul(values, steps, out=inside)
+        for _ in self._sums(rows, weights, total):
+            pass
         return total
 
-    def _unpacked(self, encoded: Tensor, total: Tensor, weight: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """By runs: lines of ``total``, the codes that stand for them, 0 in the middle, and what one more is worth."""
-        half, scale_bytes, room = (self.levels - 1) / 2, total.element_size(), total.new_empty(self._most(len(total)))
-        for part, place, count in self._runs(len(total), total.dtype):
-            inside, lines = total[part].view(count, -1), encoded[place].view(count, -1)
-            scales = lines[:, -scale_bytes:].clone(memory_format=torch.contiguous_format).view(total.dtype)
-            values = room[: inside.numel()].view_as(inside)
-            values.copy_(unpack(lines[:, :-scale_bytes], self.levels, inside.shape[1]))
-            yield inside, values.sub_(half), scales * (weight / half)
+    def moved(self, point: Tensor, rows: Sequence[Tensor], weights: Sequence[float], weight: float) -> Tensor:
+        target, by = fresh(point), point.new_tensor(weight)
+        for part, total in self._sums(rows, weights, torch.empty_like(point[: self._most(len(point))]), len(point)):
+            torch.addcdiv(point[part], total, by, out=target[part])
+        return target
+
+    def _sums(
+        self, rows: Sequence[Tensor], weights: Sequence[float], out: Tensor, num_values: int | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """By runs, all rows of one before the next, as long as it is in the cache: where it lies, and the sum of what
+        the rows stand for, which lies there in ``out``, or of ``num_values``, if they are more, at its beginning."""
+        each = [(row, weight) for row, weight in zip(rows, weights) if weight]
+        room = torch.empty_like(out[: self._most(len(out))])
+        for part, place, count in self._runs(num_values or len(out), out.dtype):
+            total = out[part] if num_values is None else out[: part.stop - part.start]
+            lines = total.view(count, -1)
+            for i, (row, weight) in enumerate(each):
+                values, steps = self._unpacked(row[place].view(count, -1), weight, room[: len(total)])
+                torch.mul(values, steps, out=lines) if i == 0 else lines.addcmul_(values, steps)
+            yield part, total if each else total.zero_()
+
+    def _unpacked(self, lines: Tensor, weight: float, room: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes of lines, 0 in the middle, in ``room``, and what one more is worth."""
+        half, scale_bytes = (self.levels - 1) / 2, room.element_size()
+        scales = lines[:, -scale_bytes:].clone(memory_format=torch.contiguous_format).view(room.dtype)
+        values = room.view(len(lines), -1)
+        values.copy_(unpack(lines[:, :-scale_bytes], self.levels, values.shape[1]))
+        return values.sub_(half), scales * (weight / half)
 
     def _runs(self, num_values: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, int]]:
         """Where so many numbers lie, where the bytes that stand for them, in how many lines: whole lines that stay in a
