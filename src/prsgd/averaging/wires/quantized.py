@@ -23,8 +23,8 @@ from prsgd.averaging.wires.base import Change, fresh
 from prsgd.averaging.wires.packing import pack, packed_bytes, unpack
 from prsgd.averaging.wires.scattered import WAYS, Scattered
 
-CACHED = 1 << 18
-"""Numbers that fit into a core's cache, roughly."""
+CACHED = 1 << 19
+"""Numbers that fit into a processor's cache, roughly; with fewer, starting kernels takes longer than what they do."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,12 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
         return packed_bytes(num_values, self.levels) + int(dtype.itemsize)
 
     def _room(self, like: Tensor, drawn_for: tuple[int, ...]) -> _Room:
-        seed = np.random.SeedSequence((self.seed, *drawn_for)).generate_state(1, np.uint64)[0]
-        generator = torch.Generator(like.device).manual_seed(int(seed) >> 1)
         most = self._most(len(like))
-        draws = like.new_empty(-(-most // 4), dtype=torch.int64)
-        return _Room(generator, draws, like.new_empty(most), like.new_empty(most, dtype=torch.int32))
+        # torch is slow to make uint8 of floating-point numbers.
+        codes = like.new_empty(most, dtype=torch.int8 if self.levels < 128 else torch.int32)
+        return _Room(
+            _generator(np.random.SeedSequence((self.seed, *drawn_for)), like.device), like.new_empty(most), codes
+        )
 
     def _pack(self, values: Tensor, lines: Tensor, room: _Room) -> None:
         """Numbers (count, bucket) as lines of bytes."""
@@ -178,25 +179,42 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
         sizes, codes = (part[: values.numel()].view_as(values) for part in (room.noise, room.codes))
         scales = torch.amax(torch.abs(values, out=sizes), dim=1, keepdim=True)
         half = (self.levels - 1) / 2
-        factors = torch.where(scales >= torch.finfo(scales.dtype).tiny, half / scales, 0.0)
-        places = room.draw(values, half).addcmul_(values, factors).clamp_(max=self.levels - 1)
-        # What is below 0 by rounding is cut off with the fractions. By way of int32: torch is slow to make bytes of
-        # floating-point numbers.
-        codes.copy_(places)
-        return scales, codes if self.levels > 256 else codes.to(torch.uint8)
+        factors = half / scales
+        factors = torch.where(torch.isfinite(factors), factors, 0.0)  # of what is next to nothing too
+        places = room.draw(values, half).addcmul_(values, factors)
+        if self.levels > 31:  # with fewer, rounding is less than the 2^-17 by which a draw stays below 1
+            places.clamp_(max=self.levels - 1)
+        codes.copy_(places)  # what is below 0 by rounding is cut off with the fractions
+        if self.levels > 256:
+            return scales, codes
+        return scales, codes.view(torch.uint8) if codes.dtype == torch.int8 else codes.to(torch.uint8)
 
 
 @dataclass(frozen=True)
 class _Room:
     """Memory for a run of numbers: fresh memory for each would cost more than what is done in it."""
 
-    generator: torch.Generator
-    draws: Tensor
+    generator: np.random.BitGenerator | torch.Generator
     noise: Tensor
     codes: Tensor
 
     def draw(self, like: Tensor, above: float) -> Tensor:
         """``above``, and 0 to 1 more, the mean of each 1/2: 65,536 values suffice, and four come with one draw."""
-        draws = self.draws[: -(-like.numel() // 4)].random_(-(2**63), None, generator=self.generator)
-        noise = self.noise[: like.numel()].view_as(like).copy_(draws.view(torch.int16)[: like.numel()].view_as(like))
+        draws = _drawn(self.generator, -(-like.numel() // 4)).view(torch.int16)
+        noise = self.noise[: like.numel()].view_as(like).copy_(draws[: like.numel()].view_as(like))
         return torch.add(noise.new_tensor(above + 0.5 + 2.0**-17), noise, alpha=2.0**-16, out=noise)
+
+
+def _generator(seed: np.random.SeedSequence, device: torch.device) -> np.random.BitGenerator | torch.Generator:
+    """numpy's takes half the time of torch's, which makes them where they are needed."""
+    if device.type == "cpu":
+        return np.random.SFC64(seed)
+    return torch.Generator(device).manual_seed(int(seed.generate_state(1, np.uint64)[0]) >> 1)
+
+
+def _drawn(generator: np.random.BitGenerator | torch.Generator, count: int) -> Tensor:
+    """So many whole numbers of 64 bits, all of them alike."""
+    if isinstance(generator, torch.Generator):
+        room = torch.empty(count, dtype=torch.int64, device=generator.device)
+        return room.random_(-(2**63), None, generator=generator)
+    return torch.from_numpy(generator.random_raw(count).view(np.int64))
