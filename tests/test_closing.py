@@ -139,6 +139,45 @@ def test_a_rank_that_raises_with_an_average_in_flight(
             assert rank.poll() == 1
 
 
+COMBINES = """
+import time
+
+import torch
+
+import prsgd
+from prsgd.comm import connection
+
+torch.set_num_threads(1)
+connection.ENDING_SECONDS = 0.05  # of what takes longer than that to add up
+comm = prsgd.init()
+began = []
+
+
+def combine(lines, numbers, owners):
+    began.append(time.monotonic())
+    square = torch.rand(1200, 1200)
+    while time.monotonic() < began[0] + 2:
+        square = square @ square / 1200
+    return lines.sum(dim=0)
+
+
+work = comm.all_combine(torch.ones(1, 6, 4), torch.zeros(1, 1), combine, out=torch.zeros(6, 4))
+while not began:
+    time.sleep(0.001)
+print("leaves")
+"""
+
+
+def test_the_interpreter_ends_while_something_is_added_up(tmp_path: Path) -> None:
+    """A thread that comes back from torch into an interpreter that is gone aborts the process."""
+    path = tmp_path / "script.py"
+    path.write_text(COMBINES)
+    with ExitStack() as ending:
+        for rank in [ending.enter_context(program) for program in forked(path, 2)]:
+            said, errors = rank.communicate(timeout=120)
+            assert (said, rank.poll()) == ("leaves\n", 0), errors
+
+
 TRAINS = """
 import torch
 

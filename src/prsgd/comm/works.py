@@ -159,6 +159,11 @@ class Errands:
         """End the thread, once what is under way is over."""
         self._queue.put(None)
 
+    @property
+    def is_alive(self) -> bool:
+        """Is its thread there?"""
+        return self._thread is not None and self._thread.is_alive()
+
     def join(self, seconds: float) -> None:
         """Wait so long for the thread to end: until then it may hold a group, and be in torch."""
         if self._thread is not None and self._thread is not threading.current_thread():
