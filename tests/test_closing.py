@@ -271,6 +271,9 @@ def rank_again(rank: int, kind: str) -> list[tuple[int, int, int]]:
             comm = prsgd.TorchDistributed(shape="parameter-server")
             train_model(rank, 5, schedule=prsgd.every(4), overlap=1, comm=comm)
             del comm
+        elif kind == "scattered":
+            averaging = prsgd.quantized(4, bucket=8, way="scatter")
+            train_model(rank, 5, schedule=prsgd.every(4), overlap=1, averaging=averaging)
         elif kind == "never run":
             prsgd.TorchDistributed().all_reduce(torch.zeros(1)).wait()
         elif kind == "in flight":  # nobody waits for it, and rank 1 comes when rank 0 has left
@@ -288,7 +291,7 @@ def rank_again(rank: int, kind: str) -> list[tuple[int, int, int]]:
     return counted
 
 
-@pytest.mark.parametrize("kind", ["fleet", "server", "never run", "in flight", "own"])
+@pytest.mark.parametrize("kind", ["fleet", "server", "scattered", "never run", "in flight", "own"])
 def test_a_communicator_that_nobody_has_gives_back_what_it_held(kind: str) -> None:
     for counted in run_ranks(rank_again, 2, kind):
         # The first one may have made what stays, and a thread may be about to end when it is counted.

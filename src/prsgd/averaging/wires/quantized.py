@@ -46,7 +46,7 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
     """Of the rounding: each worker's numbers depend on it, the worker and the average."""
     way: str = "auto"
     """How changes are added up: all workers "gather" all, or they "scatter" them, each part to one; "auto": whichever
-    sends less."""
+    sends less, but small models, of which there is no bucket for everybody, are gathered."""
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, str) and not self.bits.isdigit():
