@@ -139,6 +139,45 @@ def test_a_rank_that_raises_with_an_average_in_flight(
             assert rank.poll() == 1
 
 
+COMBINES = """
+import time
+
+import torch
+
+import prsgd
+from prsgd.comm import connection
+
+torch.set_num_threads(1)
+connection.ENDING_SECONDS = 0.05  # of what takes longer than that to add up
+comm = prsgd.init()
+began = []
+
+
+def combine(lines, numbers, owners):
+    began.append(time.monotonic())
+    square = torch.rand(1200, 1200)
+    while time.monotonic() < began[0] + 2:
+        square = square @ square / 1200
+    return lines.sum(dim=0)
+
+
+work = comm.all_combine(torch.ones(1, 6, 4), torch.zeros(1, 1), combine, out=torch.zeros(6, 4))
+while not began:
+    time.sleep(0.001)
+print("leaves")
+"""
+
+
+def test_the_interpreter_ends_while_something_is_added_up(tmp_path: Path) -> None:
+    """A thread that comes back from torch into an interpreter that is gone aborts the process."""
+    path = tmp_path / "script.py"
+    path.write_text(COMBINES)
+    with ExitStack() as ending:
+        for rank in [ending.enter_context(program) for program in forked(path, 2)]:
+            said, errors = rank.communicate(timeout=120)
+            assert (said, rank.poll()) == ("leaves\n", 0), errors
+
+
 TRAINS = """
 import torch
 
@@ -232,6 +271,9 @@ def rank_again(rank: int, kind: str) -> list[tuple[int, int, int]]:
             comm = prsgd.TorchDistributed(shape="parameter-server")
             train_model(rank, 5, schedule=prsgd.every(4), overlap=1, comm=comm)
             del comm
+        elif kind == "scattered":
+            averaging = prsgd.quantized(4, bucket=8, way="scatter")
+            train_model(rank, 5, schedule=prsgd.every(4), overlap=1, averaging=averaging)
         elif kind == "never run":
             prsgd.TorchDistributed().all_reduce(torch.zeros(1)).wait()
         elif kind == "in flight":  # nobody waits for it, and rank 1 comes when rank 0 has left
@@ -249,7 +291,7 @@ def rank_again(rank: int, kind: str) -> list[tuple[int, int, int]]:
     return counted
 
 
-@pytest.mark.parametrize("kind", ["fleet", "server", "never run", "in flight", "own"])
+@pytest.mark.parametrize("kind", ["fleet", "server", "scattered", "never run", "in flight", "own"])
 def test_a_communicator_that_nobody_has_gives_back_what_it_held(kind: str) -> None:
     for counted in run_ranks(rank_again, 2, kind):
         # The first one may have made what stays, and a thread may be about to end when it is counted.

@@ -300,3 +300,34 @@ def test_bad_input() -> None:
         prsgd.mean(wire=4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"of must be a mean\(\), got quantized"):
         prsgd.outer(of=prsgd.quantized(4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8, 12, 16, "ternary"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_keep_their_place(bits: int | str, dtype: torch.dtype) -> None:
+    """Rounding takes none of them beyond the last level, whatever the scale, also where it is drawn up most. (Of many
+    levels float32 cannot tell a draw of almost 1 from 1, and -scale is once in a while the level above.)"""
+    scales = torch.rand(64, 1, generator=torch.Generator().manual_seed(0), dtype=dtype) + 0.5
+    change = (scales * torch.ones(4096).to(dtype)).flatten()
+    change[1::2] *= -1
+    wire = prsgd.quantized(bits, bucket=4096)
+    rounding = 1e-5 if wire.levels < 256 else 2.1 / wire.levels
+    found = wire.decode(wire.encode(change), change)
+    torch.testing.assert_close(found, change, rtol=rounding, atol=0)
+    assert bool((found.abs() <= change.abs() * (1 + 1e-5)).all())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, "ternary", "sign"])
+@pytest.mark.parametrize("size", [1e-45, 1e-39, 2e-38, 1e-36, 1e-34, 1e-30, 1e38])
+def test_next_to_nothing_and_next_to_everything(bits: int | str, size: float) -> None:
+    """Where levels by scale are more than float32 holds nothing is said, and not -scale for 0."""
+    change = torch.tensor([size, 0.0, -size, 0.5 * size])
+    wire = prsgd.quantized(bits)
+    found = torch.stack([wire.decode(wire.encode(change, average=draw), change) for draw in range(400)]).double()
+    assert bool(torch.isfinite(found).all())
+    assert bool((found.abs() <= 1.5 * size).all())
+    if bits != "sign" and size >= 1e-30:
+        assert bool(((found.mean(dim=0) - change.double()).abs() <= 5 * size / 20).all())
+    if bits not in (1, "sign"):
+        # Of 65,535 levels float32 cannot tell a draw of almost 1 from 1, and 0 is once in a while the level above.
+        assert bool((found[:, 1].abs() <= (size / 32767 * 1.01 if bits == 16 else 0.0)).all())

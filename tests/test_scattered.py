@@ -4,8 +4,15 @@ every process, in bytes and messages."""
 from __future__ import annotations
 
 import math
+import os
 import random as dice
+import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +23,7 @@ import prsgd
 from prsgd.averaging.base import SUMS_WIDTH, Sums
 from prsgd.cluster import Cluster, ClusterClock
 from prsgd.comm.base import Communicator, Done, Work
+from prsgd.comm.combining import Peers, combine_over
 from prsgd.comm.links import bytes_of_combination
 from tests.problems import train_fleet, train_model
 from tests.ranks import run_ranks, try_ranks
@@ -320,6 +328,124 @@ def test_a_peer_that_leaves_is_told_of() -> None:
     for kind, text in (outcomes[0], outcomes[2]):
         assert kind == "error"
         assert text.startswith("PeerError: a peer failed or left"), text
+
+
+def rank_dies(rank: int, how: str) -> str:
+    """The others have sent it all that they have, and wait for what it makes of that."""
+    comm = prsgd.TorchDistributed(timeout_seconds=60)
+
+    def combine(lines: Tensor, _: Tensor, owners: range) -> Tensor:
+        if rank == 1 and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            raise {"RuntimeError": RuntimeError, "ZeroDivisionError": ZeroDivisionError}[how]("of my own")
+        return lines.sum(dim=0)
+
+    out = torch.zeros(6, 4)
+    began = time.monotonic()
+    work = comm.all_combine(torch.ones(1, 6, 4), torch.zeros(1, 1), combine, out=out)
+    try:
+        for _ in range(2):  # it says so whenever it is asked
+            with pytest.raises((prsgd.PeerError, RuntimeError, ZeroDivisionError)) as told:
+                work.wait()
+        return f"{told.typename}: {told.value}"
+    finally:
+        comm.close()
+        assert time.monotonic() - began < 30
+        assert threading.active_count() == 1
+
+
+def test_a_peer_that_is_killed_half_way() -> None:
+    outcomes = try_ranks(rank_dies, 3, "killed")
+    assert outcomes[1] == ("died", -signal.SIGKILL)
+    for kind, text in (outcomes[0], outcomes[2]):
+        assert kind == "result", text
+        assert text.startswith("PeerError: a peer failed or left"), text
+
+
+@pytest.mark.parametrize("how", ["RuntimeError", "ZeroDivisionError"])
+def test_an_error_of_ones_own_is_no_peers_fault(how: str) -> None:
+    outcomes = try_ranks(rank_dies, 3, how)
+    assert outcomes[1] == ("result", f"{how}: of my own")
+    for kind, text in (outcomes[0], outcomes[2]):
+        assert kind == "result", text
+        assert text.startswith("PeerError: a peer failed or left"), text
+
+
+def rank_makes_another_dtype(rank: int) -> list[list[float]]:
+    comm = prsgd.TorchDistributed()
+    out = torch.zeros(5, 4)
+    lines = torch.arange(20.0).view(1, 5, 4) * (1 + rank)
+    work = comm.all_combine(
+        lines, torch.zeros(1, 1), lambda lines, *_: lines.double().sum(dim=0).t().contiguous().t(), out=out
+    )
+    work.wait(60)
+    comm.close()
+    return out.tolist()
+
+
+def test_what_is_made_may_be_of_another_dtype_and_layout() -> None:
+    """As in one process, where it is copied: sent as it is, it would be read as something else."""
+    expected = (6 * torch.arange(20.0)).view(5, 4).tolist()
+    assert run_ranks(rank_makes_another_dtype, 3) == [expected] * 3
+
+
+class Strict:
+    """Messages of two processes with each other as nccl has them: in the order in which each of them started its own,
+    one that speaks against one that listens. ``stuck`` are pairs whose turn will never come."""
+
+    def __init__(self, processes: int) -> None:
+        self.started: dict[tuple[int, int], list[tuple[str, Tensor]]] = {
+            (a, b): [] for a in range(processes) for b in range(processes) if a != b
+        }
+        self.changed = threading.Condition()
+        self.stuck = False
+
+    def end(self, process: int) -> Any:
+        def start(kind: str, tensors: list[Tensor], peer: int, tag: int) -> Any:
+            with self.changed:
+                mine, other = self.started[process, peer], self.started[peer, process]
+                turn = len(mine)
+                mine.append((kind, tensors[0]))
+                self.changed.notify_all()
+
+            def wait(_: object) -> None:
+                with self.changed:
+                    assert self.changed.wait_for(lambda: len(other) > turn or self.stuck, 60)
+                    if self.stuck or other[turn][0] == kind:
+                        self.stuck = True
+                        self.changed.notify_all()
+                        raise AssertionError(f"{process} and {peer} both {kind}")
+                    if kind == "recv":
+                        tensors[0].copy_(other[turn][1])
+
+            return SimpleNamespace(wait=wait)
+
+        return SimpleNamespace(send=partial(start, "send"), recv=partial(start, "recv"))
+
+
+def test_of_two_processes_one_speaks_while_the_other_listens() -> None:
+    group, outs = Strict(3), torch.zeros(3, 6, 4)
+
+    def run(process: int) -> None:
+        peers = Peers(process, [range(p, p + 1) for p in range(3)], timedelta(seconds=60), [1, 2, 3])
+        lines, numbers = torch.full((1, 6, 4), float(process + 1)), torch.zeros(3, 1)
+        combine_over(
+            peers, lines, torch.ones(1, 1), lambda lines, *_: lines.sum(dim=0), outs[process], numbers,
+            group.end(process),
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(run, process) for process in range(3)]:
+            done.result()
+    assert outs.unique().tolist() == [6.0]
+
+
+def test_one_worker_sends_no_messages() -> None:
+    averaging = scattered(4)
+    memory = averaging.init(torch.zeros(4, dtype=torch.float64), 1)
+    landing = averaging.launch(memory, prsgd.InProcess(1), random(1, 4), header((1,))).wait()
+    assert (landing.bytes_sent, landing.hops) == (0, 0)
 
 
 # A communicator of one's own

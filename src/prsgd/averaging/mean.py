@@ -103,9 +103,7 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
             )
             if not arrived.header.sums.weight:
                 return found
-            total = arrived.total()
-            weight = total.new_tensor(arrived.header.sums.weight)
-            target = torch.addcdiv(memory["point"], total, weight, out=total)  # point + total / weight
+            target = arrived.moved(memory["point"])
             after = {**memory, "point": target, "averages": average + 1}
             if "residuals" in memory:
                 after["residuals"] = _residuals(memory["residuals"], arrived.kept, header.bad)

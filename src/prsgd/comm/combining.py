@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prsgd.comm.base import Combine, hosted_range
+from prsgd.comm.works import OwnError
 
 
 @dataclass(frozen=True)
@@ -59,22 +60,29 @@ def combine_over(
         *_start(peers, group, to_owners, [rows[part] for part in rows_of], peers.tags[1]),
     ]
     _finish(first, peers.limit)
-    made = combine(rows, numbers, workers)
-    out[mine] = made
-    second = _start(peers, group, [made] * len(owned), [out[part] for part in owned], peers.tags[2])
+    try:
+        made = combine(rows, numbers, workers)
+    except Exception as error:
+        raise OwnError(error) from None
+    out[mine] = made  # and from there to the others: it may be of another dtype, or lie in another order
+    second = _start(peers, group, [out[mine]] * len(owned), [out[part] for part in owned], peers.tags[2])
     _finish(second, peers.limit)
 
 
 def _start(
     peers: Peers, group: dist.ProcessGroup, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int
 ) -> list[dist.Work]:
-    """Send every other process its tensor, and fill those that come from it."""
+    """Send every other process its tensor, and fill those that come from it.
+
+    Of two processes the first one speaks first: nccl does what two have with each other in the order in which it was
+    started, and two that both listen first would wait for ever.
+    """
     works = []
     for peer in peers.others:
-        if receive[peer].numel():
-            works.append(group.recv([receive[peer]], peer, tag))
-        if send[peer].numel():
-            works.append(group.send([send[peer]], peer, tag))
+        for speaks in (True, False) if peers.process < peer else (False, True):
+            tensor = (send if speaks else receive)[peer]
+            if tensor.numel():
+                works.append((group.send if speaks else group.recv)([tensor], peer, tag))
     return works
 
 

@@ -35,6 +35,9 @@ T = TypeVar("T", bound="dist.Work | Future[None] | list[dist.Work]")
 ENDING_SECONDS = 5.0
 """How long transfers whose sockets were shut may take to fail; they take a millisecond."""
 
+COMBINING_SECONDS = 60.0
+"""How long the interpreter waits, when it ends, for what a user's function still makes of what has come."""
+
 _PAGE = 512
 """Bytes in which a process tells its endpoints: one, or a few if gloo was given several interfaces."""
 
@@ -117,6 +120,8 @@ class Connection:
             while _not_over(under_way) and time.monotonic() < deadline:
                 time.sleep(0.001)
         if _not_over(under_way):
+            if self._endpoints:  # no transfer goes on, so an errand that does is not in one
+                _busy[:] = [*(errands for errands in _busy if errands.is_alive), self._errands]
             _drop_later(group, under_way)
         else:
             self._errands.join(ENDING_SECONDS)
@@ -182,6 +187,8 @@ _live: set[Connection] = set()
 """Open connections of ours, each of which some communicator has."""
 _left: list[Connection] = []
 """Those that nobody has any more, to be closed at the next occasion."""
+_busy: list[Errands] = []
+"""Those of closed connections that were not over."""
 _exiting = threading.Event()
 _droppers: list[threading.Thread] = []
 
@@ -223,6 +230,8 @@ def _end_all() -> None:
     _close_left()
     for connection in list(_live):
         connection.close()
+    for errands in _busy:
+        errands.join(COMBINING_SECONDS)
     _exiting.set()
     for thread in _droppers:
         thread.join()

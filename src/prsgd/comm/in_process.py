@@ -48,7 +48,7 @@ class InProcess(Communicator):
     def all_combine(self, lines: Tensor, beside: Tensor, combine: Combine, *, out: Tensor) -> Work[Tensor]:
         out.copy_(combine(lines, beside, self.workers))
         sent = bytes_of_combination(self.num_workers, lines[0].nbytes, out.nbytes, beside[0].nbytes)
-        return Done(beside, bytes_sent=sent, hops=2)
+        return Done(beside, bytes_sent=sent, hops=2 if self.num_workers > 1 else 0)
 
     def exchange(self, send: Mapping[Route, Tensor], receive: Mapping[Route, Tensor]) -> Work[None]:
         for route, tensor in receive.items():

@@ -104,7 +104,7 @@ class TorchDistributed(Communicator):
         sent = bytes_of_combination(self.num_workers, _num_bytes(lines[0]), _num_bytes(out), _num_bytes(beside[0]))
         if len(self.ranks) == 1:
             out.copy_(combine(lines, beside, self.workers))
-            return Done(beside, bytes_sent=sent, hops=2)
+            return Done(beside, bytes_sent=sent, hops=2 if self.num_workers > 1 else 0)
         numbers = beside.new_empty(self.num_workers, *beside.shape[1:])
         peers = Peers(self._process, self._blocks, self._transfer_limit(), [self._next_tag() for _ in range(3)])
         call = partial(combine_over, peers, lines, beside, combine, out, numbers)

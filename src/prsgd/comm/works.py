@@ -22,6 +22,14 @@ GRACE_SECONDS = 5.0
 that has finished may leave while others still send. (gloo does not always tell a transfer that it cannot go on.)"""
 
 
+class OwnError(Exception):
+    """What the caller's own function raised in an errand: no peer's fault, and raised again where it is waited for."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Wire(Protocol):
     """What a transfer goes over."""
 
@@ -46,7 +54,7 @@ class UnderWay(ABC, Generic[T]):
         self.bytes_sent, self.server_bytes_sent = bytes_sent, server_bytes_sent
         self._started = time.perf_counter()
         self._finished: list[float] = []
-        self._error: PeerError | None = None
+        self._error: Exception | None = None
 
     def flight_seconds(self) -> float:
         return (self._finished[0] if self._finished else time.perf_counter()) - self._started
@@ -63,6 +71,8 @@ class UnderWay(ABC, Generic[T]):
                 self._finish(self._comm, limit)
             except PeerError as error:
                 self._error = error
+            except OwnError as own:
+                self._error = own.error
             except RuntimeError as error:
                 self._error = translated(error, limit)
             self._comm = None
@@ -149,6 +159,11 @@ class Errands:
         """End the thread, once what is under way is over."""
         self._queue.put(None)
 
+    @property
+    def is_alive(self) -> bool:
+        """Is its thread there?"""
+        return self._thread is not None and self._thread.is_alive()
+
     def join(self, seconds: float) -> None:
         """Wait so long for the thread to end: until then it may hold a group, and be in torch."""
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -159,6 +174,11 @@ class Errands:
             call, future = errand
             try:
                 call()
+            except OwnError as own:
+                # Without the frame of the errand itself, which holds the connections open.
+                inside = getattr(own.error.__traceback__, "tb_next", None)
+                future.set_exception(OwnError(own.error.with_traceback(inside)))
+                del inside
             except BaseException as error:
                 future.set_exception(RuntimeError(str(error)))
             else:
@@ -180,14 +200,19 @@ class Errand(UnderWay[T]):
         hops: int = 0,
     ) -> None:
         super().__init__(comm, result, bytes_sent, server_bytes_sent=server_bytes_sent, hops=hops)
-        self._future = future
+        self._future: Future[None] | None = future
         future.add_done_callback(self._stamp())
 
     def _finish(self, comm: Wire, limit: float) -> None:
+        assert self._future is not None
         self._watch(comm, self._come, limit)
         self._future.result()
 
+    def _let_go(self) -> None:
+        self._future = None  # its error's traceback would hold the communicator
+
     def _come(self, seconds: float) -> bool:
+        assert self._future is not None
         return bool(wait([self._future], seconds).done)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,8 +64,8 @@ class Arrived:
     """All workers' changes."""
 
     header: Header
-    total: Callable[[], Tensor]
-    """Makes their weighted sum (P,)."""
+    moved: Callable[[Tensor], Tensor]
+    """Makes of a point (P,) where they lead: point + their weighted sum / the weight of all."""
     kept: dict[int, Tensor]
     """By place: what hosted workers have not said."""
 
@@ -130,6 +131,10 @@ class Gathered(Wire):
             self.add(row, total, weight)
         return total
 
+    def moved(self, point: Tensor, rows: Sequence[Tensor], weights: Sequence[float], weight: float) -> Tensor:
+        """point + the weighted sum of what ``rows`` stand for / weight."""
+        return step(point, self.decode_sum(rows, weights, point), weight)
+
     def write(self, change: Change, like: Tensor, out: Tensor) -> Tensor | None:
         """Encode a hosted worker's change into ``out``; returns what it has not said, if that is to be said later."""
         values = change.values()
@@ -147,9 +152,9 @@ class Gathered(Wire):
 
         def arrived(rows: Tensor, exact: Tensor) -> Arrived:
             numbers = rows[:, width:].clone(memory_format=torch.contiguous_format).view(like.dtype)
-            weights = numbers[:, 0].tolist()
+            weights, told = numbers[:, 0].tolist(), landed(header, numbers, exact)
             return Arrived(
-                landed(header, numbers, exact), lambda: self.decode_sum(rows[:, :width].unbind(), weights, like), kept
+                told, lambda point: self.moved(point, rows[:, :width].unbind(), weights, told.sums.weight), kept
             )
 
         return with_buffers(comm, header, comm.all_gather(payload), arrived)
@@ -167,6 +172,19 @@ class Gathered(Wire):
         for change in changes:
             numbers[change.place, 0] = change.weight
         return numbers
+
+
+def step(point: Tensor, total: Tensor, weight: float) -> Tensor:
+    """point + total / weight, in the memory of ``total``."""
+    return torch.addcdiv(point, total, total.new_tensor(weight), out=total)
+
+
+def fresh(like: Tensor) -> Tensor:
+    """As ``torch.empty_like`` of a row, in large pages where the system lends them, which numpy asks for and torch does
+    not: to map 25M numbers page by page takes longer than to unpack them."""
+    if like.device.type != "cpu":
+        return torch.empty_like(like)
+    return torch.from_numpy(np.empty(like.nbytes, np.uint8)).view(like.dtype)
 
 
 def landed(header: Header, numbers: Tensor, exact: Tensor) -> Header:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from prsgd.averaging.base import Header
 from prsgd.averaging.summed import weighted_sum
-from prsgd.averaging.wires.base import Arrived, Changes, Wire
+from prsgd.averaging.wires.base import Arrived, Changes, Wire, step
 from prsgd.comm.base import Both, Communicator, Then, Work
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -57,7 +57,7 @@ class half(Wire):  # noqa: N801 - a word in the user's sentence
         def arrived(_: tuple[Tensor, Tensor]) -> Arrived:
             landed = header.landed(full[:num_extras], full[num_extras:])
             landed = replace(landed, extras=landed.extras / max(landed.sums.weight, 1e-30))
-            return Arrived(landed, lambda: total.to(like.dtype), kept)
+            return Arrived(landed, lambda point: step(point, total.to(like.dtype), landed.sums.weight), kept)
 
         return Then(Both(comm.all_reduce(full), comm.all_reduce(total)), arrived)
 

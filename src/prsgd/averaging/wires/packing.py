@@ -75,7 +75,7 @@ def _unpack(packed: Tensor, levels: int, count: int) -> Tensor:
         return packed[..., :count]
     lanes = torch.empty(*packed.shape[:-1], per_byte, width, dtype=torch.uint8, device=packed.device)
     rest = packed
-    for lane in lanes.unbind(-2):
+    for lane in lanes.unbind(-2)[:-1]:
         if levels == 3:
             above = ((rest.int() * 171) >> 9).to(torch.uint8)  # a third, exact below 256
             torch.sub(rest, above * 3, out=lane)
@@ -83,6 +83,7 @@ def _unpack(packed: Tensor, levels: int, count: int) -> Tensor:
             above = rest >> (levels.bit_length() - 1)
             torch.bitwise_and(rest, levels - 1, out=lane)
         rest = above
+    lanes.select(-2, -1).copy_(rest)
     return lanes.flatten(-2)[..., :count]
 
 

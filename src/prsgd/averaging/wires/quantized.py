@@ -11,7 +11,7 @@ A row is cut into buckets. Each travels as a line of bytes, its codes and then a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from prsgd._check import one_of, whole_number
-from prsgd.averaging.wires.base import Change
+from prsgd.averaging.wires.base import Change, fresh
 from prsgd.averaging.wires.packing import pack, packed_bytes, unpack
 from prsgd.averaging.wires.scattered import WAYS, Scattered
 
-CACHED = 1 << 18
-"""Numbers that fit into a core's cache, roughly."""
+CACHED = 1 << 19
+"""Numbers that fit into a processor's cache, roughly; with fewer, starting kernels takes longer than what they do."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
     """Of the rounding: each worker's numbers depend on it, the worker and the average."""
     way: str = "auto"
     """How changes are added up: all workers "gather" all, or they "scatter" them, each part to one; "auto": whichever
-    sends less."""
+    sends less, but small models, of which there is no bucket for everybody, are gathered."""
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, str) and not self.bits.isdigit():
@@ -98,24 +98,45 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
         return None
 
     def add(self, encoded: Tensor, total: Tensor, weight: float = 1.0) -> None:
-        for inside, values, steps in self._unpacked(encoded, total, weight):
-            inside.addcmul_(values, steps)
+        room = torch.empty_like(total[: self._most(len(total))])
+        for part, place, count in self._runs(len(total), total.dtype):
+            inside = total[part].view(count, -1)
+            inside.addcmul_(*self._unpacked(encoded[place].view(count, -1), weight, room[: inside.numel()]))
 
-    def decode(self, encoded: Tensor, like: Tensor, weight: float = 1.0) -> Tensor:
+    def decode_sum(self, rows: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
         total = torch.empty_like(like)
-        for inside, values, steps in self._unpacked(encoded, total, weight):
-            torch.mul(values, steps, out=inside)
+        for _ in self._sums(rows, weights, total):
+            pass
         return total
 
-    def _unpacked(self, encoded: Tensor, total: Tensor, weight: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """By runs: lines of ``total``, the codes that stand for them, 0 in the middle, and what one more is worth."""
-        half, scale_bytes, room = (self.levels - 1) / 2, total.element_size(), total.new_empty(self._most(len(total)))
-        for part, place, count in self._runs(len(total), total.dtype):
-            inside, lines = total[part].view(count, -1), encoded[place].view(count, -1)
-            scales = lines[:, -scale_bytes:].clone(memory_format=torch.contiguous_format).view(total.dtype)
-            values = room[: inside.numel()].view_as(inside)
-            values.copy_(unpack(lines[:, :-scale_bytes], self.levels, inside.shape[1]))
-            yield inside, values.sub_(half), scales * (weight / half)
+    def moved(self, point: Tensor, rows: Sequence[Tensor], weights: Sequence[float], weight: float) -> Tensor:
+        target, by = fresh(point), point.new_tensor(weight)
+        for part, total in self._sums(rows, weights, torch.empty_like(point[: self._most(len(point))]), len(point)):
+            torch.addcdiv(point[part], total, by, out=target[part])
+        return target
+
+    def _sums(
+        self, rows: Sequence[Tensor], weights: Sequence[float], out: Tensor, num_values: int | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """By runs, all rows of one before the next, as long as it is in the cache: where it lies, and the sum of what
+        the rows stand for, which lies there in ``out``, or of ``num_values``, if they are more, at its beginning."""
+        each = [(row, weight) for row, weight in zip(rows, weights) if weight]
+        room = torch.empty_like(out[: self._most(len(out))])
+        for part, place, count in self._runs(num_values or len(out), out.dtype):
+            total = out[part] if num_values is None else out[: part.stop - part.start]
+            lines = total.view(count, -1)
+            for i, (row, weight) in enumerate(each):
+                values, steps = self._unpacked(row[place].view(count, -1), weight, room[: len(total)])
+                torch.mul(values, steps, out=lines) if i == 0 else lines.addcmul_(values, steps)
+            yield part, total if each else total.zero_()
+
+    def _unpacked(self, lines: Tensor, weight: float, room: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes of lines, 0 in the middle, in ``room``, and what one more is worth."""
+        half, scale_bytes = (self.levels - 1) / 2, room.element_size()
+        scales = lines[:, -scale_bytes:].clone(memory_format=torch.contiguous_format).view(room.dtype)
+        values = room.view(len(lines), -1)
+        values.copy_(unpack(lines[:, :-scale_bytes], self.levels, values.shape[1]))
+        return values.sub_(half), scales * (weight / half)
 
     def _runs(self, num_values: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, int]]:
         """Where so many numbers lie, where the bytes that stand for them, in how many lines: whole lines that stay in a
@@ -136,11 +157,12 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
         return packed_bytes(num_values, self.levels) + int(dtype.itemsize)
 
     def _room(self, like: Tensor, drawn_for: tuple[int, ...]) -> _Room:
-        seed = np.random.SeedSequence((self.seed, *drawn_for)).generate_state(1, np.uint64)[0]
-        generator = torch.Generator(like.device).manual_seed(int(seed) >> 1)
         most = self._most(len(like))
-        draws = like.new_empty(-(-most // 4), dtype=torch.int64)
-        return _Room(generator, draws, like.new_empty(most), like.new_empty(most, dtype=torch.int32))
+        # torch is slow to make uint8 of floating-point numbers.
+        codes = like.new_empty(most, dtype=torch.int8 if self.levels < 128 else torch.int32)
+        return _Room(
+            _generator(np.random.SeedSequence((self.seed, *drawn_for)), like.device), like.new_empty(most), codes
+        )
 
     def _pack(self, values: Tensor, lines: Tensor, room: _Room) -> None:
         """Numbers (count, bucket) as lines of bytes."""
@@ -157,25 +179,42 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
         sizes, codes = (part[: values.numel()].view_as(values) for part in (room.noise, room.codes))
         scales = torch.amax(torch.abs(values, out=sizes), dim=1, keepdim=True)
         half = (self.levels - 1) / 2
-        factors = torch.where(scales >= torch.finfo(scales.dtype).tiny, half / scales, 0.0)
-        places = room.draw(values, half).addcmul_(values, factors).clamp_(max=self.levels - 1)
-        # What is below 0 by rounding is cut off with the fractions. By way of int32: torch is slow to make bytes of
-        # floating-point numbers.
-        codes.copy_(places)
-        return scales, codes if self.levels > 256 else codes.to(torch.uint8)
+        factors = half / scales
+        factors = torch.where(torch.isfinite(factors), factors, 0.0)  # of what is next to nothing too
+        places = room.draw(values, half).addcmul_(values, factors)
+        if self.levels > 31:  # with fewer, rounding is less than the 2^-17 by which a draw stays below 1
+            places.clamp_(max=self.levels - 1)
+        codes.copy_(places)  # what is below 0 by rounding is cut off with the fractions
+        if self.levels > 256:
+            return scales, codes
+        return scales, codes.view(torch.uint8) if codes.dtype == torch.int8 else codes.to(torch.uint8)
 
 
 @dataclass(frozen=True)
 class _Room:
     """Memory for a run of numbers: fresh memory for each would cost more than what is done in it."""
 
-    generator: torch.Generator
-    draws: Tensor
+    generator: np.random.BitGenerator | torch.Generator
     noise: Tensor
     codes: Tensor
 
     def draw(self, like: Tensor, above: float) -> Tensor:
         """``above``, and 0 to 1 more, the mean of each 1/2: 65,536 values suffice, and four come with one draw."""
-        draws = self.draws[: -(-like.numel() // 4)].random_(-(2**63), None, generator=self.generator)
-        noise = self.noise[: like.numel()].view_as(like).copy_(draws.view(torch.int16)[: like.numel()].view_as(like))
+        draws = _drawn(self.generator, -(-like.numel() // 4)).view(torch.int16)
+        noise = self.noise[: like.numel()].view_as(like).copy_(draws[: like.numel()].view_as(like))
         return torch.add(noise.new_tensor(above + 0.5 + 2.0**-17), noise, alpha=2.0**-16, out=noise)
+
+
+def _generator(seed: np.random.SeedSequence, device: torch.device) -> np.random.BitGenerator | torch.Generator:
+    """numpy's takes half the time of torch's, which makes them where they are needed."""
+    if device.type == "cpu":
+        return np.random.SFC64(seed)
+    return torch.Generator(device).manual_seed(int(seed.generate_state(1, np.uint64)[0]) >> 1)
+
+
+def _drawn(generator: np.random.BitGenerator | torch.Generator, count: int) -> Tensor:
+    """So many whole numbers of 64 bits, all of them alike."""
+    if isinstance(generator, torch.Generator):
+        room = torch.empty(count, dtype=torch.int64, device=generator.device)
+        return room.random_(-(2**63), None, generator=generator)
+    return torch.from_numpy(generator.random_raw(count).view(np.int64))

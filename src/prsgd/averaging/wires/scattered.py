@@ -79,7 +79,8 @@ class Scattered(Gathered):
 
         def arrived(numbers: Tensor, exact: Tensor) -> Arrived:
             packed = sums.view(-1)[: self.of_sums.num_bytes(len(like), like.dtype)]
-            return Arrived(landed(header, numbers, exact), lambda: self.of_sums.decode(packed, like), kept)
+            told = landed(header, numbers, exact)
+            return Arrived(told, lambda point: self.of_sums.moved(point, [packed], [1.0], told.sums.weight), kept)
 
         return with_buffers(comm, header, comm.all_combine(rows, numbers, combine, out=sums), arrived)
 
