@@ -261,6 +261,21 @@ def test_rounds_by_the_clock() -> None:
     assert local.records[3].reason == "transfer 2.6 s, step 0.5 s: overlap 1 to 6"
 
 
+def test_an_epochs_end_tells_no_transfer_twice() -> None:
+    """Its last handshake, in which nobody has anything new, brings the transfer before: that was told with it."""
+    fleet = prsgd.Fleet(torch.nn.Linear(1, 1), 2)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    clock = Told([0.5, 0.5, 0.5, 9.0, *[0.5] * 4], late=0.0)  # the fourth ends the second epoch
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(4), overlap="auto", clock=clock) as local:
+        for _ in range(4):
+            with local.epoch():
+                for _ in range(7):
+                    optimizer.zero_grad()
+                    fleet.backward(itself_squared, torch.tensor([[[1.0]], [[2.0]]]), torch.ones(2, 1))
+                    optimizer.step()
+    assert [record.reason for record in local.records] == [""] * 8
+
+
 def test_it_says_why_beside_the_schedule() -> None:
     _, local, _ = train_fleet([40, 40], schedule=CHANGING["auto"], overlap="auto", clock=ClusterClock(cluster(3.0)))
     both = [record.reason for record in local.records if "; " in record.reason]

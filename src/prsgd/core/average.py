@@ -186,7 +186,7 @@ class Averages:
                 self.memory = self.averaging.met(self.memory, landing.target.clone())
         elif landing.memory is not None:
             self.memory = landing.memory
-        self.headers.told = landing.header.tells
+        self.headers.told, self.headers.flights = landing.header.tells, ()  # that was told with it, and is news once
         if average.brought_news:
             sent = Sent(landing.bytes_sent, landing.server_bytes_sent, landing.hops, landing.hears)
             flights = self.clock.arrived(sent, round=self.books.round + 1, flight_seconds=average.flight_seconds)
