@@ -248,6 +248,9 @@ def test_workers_that_finish_together_are_all_hidden() -> None:
     clock = ClusterClock(cluster(2.4, speeds=(4.0, 1.0)))
     _, local = walk([0.0, 1.0], schedule=prsgd.per_worker([16, 4]), steps=160, overlap="auto", clock=clock)
     assert local.records[-3].overlap == 10
+    assert [(r.overlap, r.reason) for r in local.records if r.reason] == [
+        (10, "transfer 2.4 s, step 0.25 s: overlap 1 to 10")  # of the worker whose overlap the record has
+    ]
     late = [record.modelled for record in local.records[4:-2]]
     assert all(modelled is not None and sum(modelled.communicating) == 0 for modelled in late)
 
@@ -258,7 +261,15 @@ def test_rounds_by_the_clock() -> None:
     found = overlaps(local)[:-2]
     assert found[:3] == [1, 1, 1]  # a round opens before the average of the one before is there
     assert set(found[3:]) == {6}
-    assert local.records[3].reason == "transfer 2.6 s, step 0.5 s: overlap 1 to 6"
+    assert local.records[3].reason == "transfer 2.6 s, step 0.5 s: overlap 1 to 6, or to the round's end"
+
+
+def test_rounds_by_the_clock_that_are_shorter_than_the_transfer() -> None:
+    """What is under way lands before the next launch, whatever was chosen."""
+    clock = ClusterClock(cluster(30.0))
+    _, local = walk([0.0, 1.0], schedule=prsgd.timed(4.0), steps=60, overlap="auto", clock=clock)
+    assert overlaps(local)[:8] == [1, 1, 1, *[4] * 5]
+    assert local.records[3].reason == "transfer 30 s, step 1 s: overlap 1 to 30, or to the round's end"
 
 
 def test_an_epochs_end_tells_no_transfer_twice() -> None:

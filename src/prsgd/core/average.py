@@ -87,7 +87,9 @@ class Average:
     def came_down(self, landed: Landed) -> None:
         """On one of the hosted workers."""
         self.step, self.period = max(self.step, landed.step), max(self.period, landed.period)
-        self.overlap, self.reason = max(self.overlap, landed.overlap), self.reason or landed.reason
+        if landed.reason and (landed.overlap > self.overlap or not self.reason):  # of whom the record has the overlap
+            self.reason = landed.reason
+        self.overlap = max(self.overlap, landed.overlap)
 
     def record(self, *, round: int, lr: float, modelled: Modelled | None) -> Record:
         """What is known of it here; the numbers of all processes come with the next one."""
