@@ -8,7 +8,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from torch import Tensor
 
 import prsgd
 from prsgd.cli import main
+from prsgd.clocks import wall
+from prsgd.clocks.base import Sent
+from prsgd.clocks.wall import WallClock
 from prsgd.cluster.clock import ClusterClock
 from prsgd.cluster.model import Cluster
 from prsgd.comm.base import Work
@@ -245,6 +248,9 @@ def test_workers_that_finish_together_are_all_hidden() -> None:
     clock = ClusterClock(cluster(2.4, speeds=(4.0, 1.0)))
     _, local = walk([0.0, 1.0], schedule=prsgd.per_worker([16, 4]), steps=160, overlap="auto", clock=clock)
     assert local.records[-3].overlap == 10
+    assert [(r.overlap, r.reason) for r in local.records if r.reason] == [
+        (10, "transfer 2.4 s, step 0.25 s: overlap 1 to 10")  # of the worker whose overlap the record has
+    ]
     late = [record.modelled for record in local.records[4:-2]]
     assert all(modelled is not None and sum(modelled.communicating) == 0 for modelled in late)
 
@@ -255,7 +261,30 @@ def test_rounds_by_the_clock() -> None:
     found = overlaps(local)[:-2]
     assert found[:3] == [1, 1, 1]  # a round opens before the average of the one before is there
     assert set(found[3:]) == {6}
-    assert local.records[3].reason == "transfer 2.6 s, step 0.5 s: overlap 1 to 6"
+    assert local.records[3].reason == "transfer 2.6 s, step 0.5 s: overlap 1 to 6, or to the round's end"
+
+
+def test_rounds_by_the_clock_that_are_shorter_than_the_transfer() -> None:
+    """What is under way lands before the next launch, whatever was chosen."""
+    clock = ClusterClock(cluster(30.0))
+    _, local = walk([0.0, 1.0], schedule=prsgd.timed(4.0), steps=60, overlap="auto", clock=clock)
+    assert overlaps(local)[:8] == [1, 1, 1, *[4] * 5]
+    assert local.records[3].reason == "transfer 30 s, step 1 s: overlap 1 to 30, or to the round's end"
+
+
+def test_an_epochs_end_tells_no_transfer_twice() -> None:
+    """Its last handshake, in which nobody has anything new, brings the transfer before: that was told with it."""
+    fleet = prsgd.Fleet(torch.nn.Linear(1, 1), 2)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    clock = Told([0.5, 0.5, 0.5, 9.0, *[0.5] * 4], late=0.0)  # the fourth ends the second epoch
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(4), overlap="auto", clock=clock) as local:
+        for _ in range(4):
+            with local.epoch():
+                for _ in range(7):
+                    optimizer.zero_grad()
+                    fleet.backward(itself_squared, torch.tensor([[[1.0]], [[2.0]]]), torch.ones(2, 1))
+                    optimizer.step()
+    assert [record.reason for record in local.records] == [""] * 8
 
 
 def test_it_says_why_beside_the_schedule() -> None:
@@ -393,26 +422,132 @@ class SlowLink(prsgd.TorchDistributed):
         return Slow(super().all_reduce(flat), 0.02)
 
 
+class Noting(WallClock):
+    """Keeps what it says of every average."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(range(rank, rank + 1))
+        self.said: list[float] = []
+
+    def arrived(self, sent: Sent, *, round: int, flight_seconds: float) -> Sequence[float]:
+        found = super().arrived(sent, round=round, flight_seconds=flight_seconds)
+        self.said += torch.tensor(found).tolist()  # as it travels
+        return found
+
+
 def slow_rank(rank: int) -> Any:
-    with_link = SlowLink(timeout_seconds=60.0)
-    row, local, _ = train_model(rank, 40, comm=with_link, **options("every"))
-    return row, [(r.overlap, r.reason.split(":")[-1], r.step_seconds) for r in local.records]
+    with_link, clock = SlowLink(timeout_seconds=60.0), Noting(rank)
+    row, local, _ = train_model(rank, 40, comm=with_link, clock=clock, **options("every"))
+    return row, [(r.overlap, r.reason.split(":")[-1], r.step_seconds) for r in local.records], clock.said
 
 
 def test_a_slow_link_between_processes() -> None:
     """What a step takes is measured, on a machine that may be busy: the rule, from what the records say of it."""
-    (row, records), (other, theirs) = run_ranks(slow_rank, 2)
+    (row, records, said), (other, theirs, also) = run_ranks(slow_rank, 2)
     assert torch.equal(row, other)
     assert records == theirs
     hiding, expected = Hiding(), [1]
-    for _, _, step_seconds in records[:-1]:
+    for (_, _, step_seconds), *flights in zip(records[:-1], said, also):
         expected.append(min(4, hiding.overlap))
         assert step_seconds is not None
-        hiding.hear([0.02] * 2, step_seconds)  # they came with the average after that of the record
+        assert min(flights) > 0.0199
+        hiding.hear(flights, step_seconds)  # they came with the average after that of the record
     closed_by_steps = [overlap for overlap, _, _ in records[:10]]
     assert closed_by_steps == expected[:10]
     for before, (now, reason, _) in itertools.pairwise([(1, "", None), *records[:10]]):
         assert reason == (f" overlap {before[0]} to {now}" if now != before[0] else "")
+
+
+# On a machine whose time is ours
+
+
+class Machine:
+    """In place of the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Travelling(Slow):
+    """Work that takes its while by the machine's time."""
+
+    def __init__(self, work: Work[Any], machine: Machine, seconds: float, waits: list[float]) -> None:
+        super().__init__(work, seconds)
+        self._machine, self._until, self._waits = machine, machine.now + seconds, waits
+
+    def wait(self, timeout_seconds: float | None = None) -> Any:
+        self._waits.append(max(0.0, self._until - self._machine.now))
+        self._machine.pass_by(self._waits[-1])
+        return self._work.wait(timeout_seconds)
+
+
+class Linked(prsgd.InProcess):
+    """Two workers here whose sums take so long."""
+
+    def __init__(self, machine: Machine, seconds: float) -> None:
+        super().__init__(2)
+        self.machine, self.seconds, self.waits = machine, seconds, list[float]()
+
+    def all_reduce(self, flat: Tensor) -> Any:
+        return Travelling(super().all_reduce(flat), self.machine, self.seconds, self.waits)
+
+
+def on_machine(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    gradient: Callable[[int], float],
+    update: float,
+    transfer: float,
+    steps: int = 8 * 12,
+    pause: float = 0.0,
+) -> tuple[prsgd.LocalSGD, list[float]]:
+    """``every(8)`` with seconds of a step's parts and of a sum, and a pause after every eighth step."""
+    machine = Machine()
+    monkeypatch.setattr(wall, "time", machine)
+    comm = Linked(machine, transfer)
+    fleet = prsgd.Fleet(torch.nn.Linear(1, 1), 2, comm=comm)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: machine.pass_by(update))  # before LocalSGD's own
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(8), overlap="auto") as local:
+        for t in range(steps):
+            optimizer.zero_grad()
+            fleet.backward(itself_squared, torch.tensor([[[1.0]], [[2.0]]]), torch.ones(2, 1))
+            machine.pass_by(gradient(t))
+            optimizer.step()
+            machine.pass_by(pause if t % 8 == 7 else 0.0)
+        waits = list(comm.waits)
+    return local, waits
+
+
+def test_a_pause_between_steps_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation, a checkpoint, or other teams' turns in a race."""
+    local, waits = on_machine(monkeypatch, gradient=lambda _: 0.3, update=0.0, transfer=0.85, pause=30.0)
+    assert overlaps(local) == [1, 1, *[3] * 10]
+    assert local.records[5].step_seconds == pytest.approx((0.3, 0.3))
+    assert waits[-10:] == [0.0] * 10
+
+
+def test_an_update_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a launch and a landing three steps later are three gradients and two updates: 0.8 s."""
+    local, waits = on_machine(monkeypatch, gradient=lambda _: 0.2, update=0.1, transfer=0.85)
+    assert overlaps(local) == [1, 1, *[4] * 10]
+    assert waits[-10:] == [0.0] * 10
+
+
+def test_it_follows_steps_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run of hundreds of steps the newest count."""
+    local, waits = on_machine(
+        monkeypatch, gradient=lambda t: 0.4 if t < 800 else 0.2, update=0.0, transfer=0.75, steps=8 * 110
+    )
+    assert overlaps(local)[50] == 2
+    assert set(overlaps(local)[-2:]) == {4}
+    assert waits[-2:] == [0.0] * 2
 
 
 def plain_rank(rank: int) -> Any:

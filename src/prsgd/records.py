@@ -89,8 +89,8 @@ class Record:
     samples: int
     """Sum of the samples given to ``log`` in this round."""
     step_seconds: tuple[float, ...] | None = None
-    """Mean seconds of a step, by worker id, as known one average later; None unless the schedule asks for it, or the
-    overlap is chosen by it."""
+    """Mean seconds of a step lately, pauses left out, by worker id, as known one average later; None unless the
+    schedule asks for it, or the overlap is chosen by it."""
     hops: int = 0
     """Messages one after another that it took; 0: as many as a sum takes."""
     noise: float | None = None

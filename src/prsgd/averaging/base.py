@@ -105,7 +105,7 @@ class Header:
     """By worker id, 0 where not hosted, as sent; of all workers as landed. Empty unless the schedule asks for them, or
     the overlap is to be chosen."""
     flights: tuple[float, ...] = ()
-    """The same of the seconds that the last average was under way; empty unless the overlap is to be chosen."""
+    """The same of the last average's seconds that steps have to hide; empty unless the overlap is to be chosen."""
     noise: tuple[float, ...] = ()
     """How much gradients scattered, summed over looks, and the number of looks. Empty unless the schedule asks."""
     skipped: tuple[int, ...] = ()

@@ -61,7 +61,8 @@ class Timekeeper(Protocol):
         ...
 
     def arrived(self, sent: Sent, *, round: int, flight_seconds: float) -> Sequence[float]:
-        """Somebody waited for it, and it is there: by place, how long it was under way since the worker's launch."""
+        """Somebody waited for it, and it is there: by place, what steps have to hide of it, which is the time since the
+        last gradient before the worker's launch (an update and a snapshot come between); 0 if unknown."""
         ...
 
     def landed(self, place: int, round: int) -> None:
@@ -73,7 +74,8 @@ class Timekeeper(Protocol):
         ...
 
     def step_seconds(self, place: int) -> float:
-        """Mean seconds of a worker's step so far, its first round left out once there are others; 0 if unknown."""
+        """Mean seconds of a worker's step, lately and without pauses, its first round left out once there are others; 0
+        if unknown."""
         ...
 
     def paused(self) -> Any:

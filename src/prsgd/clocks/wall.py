@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,11 @@ from typing import Any
 from prsgd.clocks.base import Sent
 from prsgd.clocks.trace import Trace
 from prsgd.records import Modelled
+
+LATELY = 32
+"""Steps by which it is told what one takes."""
+PAUSE = 3.0
+"""Times the usual step: what took longer was none, but somebody's evaluation, checkpoint or meal between two steps."""
 
 
 class WallClock:
@@ -21,9 +27,15 @@ class WallClock:
         self._at = time.monotonic()
         """Until when all is told."""
         self._computed: float | None = None
-        self._launched = 0.0
+        self._updating = 0.0
+        """Since when it is: the last step's gradient was there, and what landed in it written."""
+        self._launched, self._prepared_seconds = 0.0, 0.0
+        """When the newest average was, and what that took since the gradient before: an update and a snapshot."""
         self._paused_seconds = 0.0
-        self._stepping_seconds, self._steps, self._step = 0.0, 0, 0
+        self._stepping_seconds, self._step = 0.0, 0
+        """Of the step under way; the last one's number."""
+        self._lately: deque[float] = deque(maxlen=LATELY)
+        """Seconds of the newest steps."""
         self._warm = ""
 
     def __call__(self, worker: int) -> float:
@@ -36,16 +48,16 @@ class WallClock:
         self._at = time.monotonic()
 
     def computed(self, places: Sequence[int]) -> None:
-        self._computed = time.monotonic()
+        self._computed = self._updating = time.monotonic()
 
     def stepped(self, step: int) -> None:
         now = time.monotonic()
         self.trace.add("step", self._first, self._at, now, step)
-        self._stepping_seconds += now - self._at
-        self._steps += 1
+        self._lately.append(self._stepping_seconds + now - self._at)
         if self._warm == "next":
-            self._warm, self._stepping_seconds, self._steps = "yes", 0.0, 0
-        self._step = step
+            self._warm = "yes"
+            self._lately.clear()
+        self._stepping_seconds, self._step = 0.0, step
         self._at, self._computed = now, None
 
     def closed(self, place: int) -> None:
@@ -53,6 +65,7 @@ class WallClock:
 
     def launched(self, done: Sequence[int]) -> None:
         self._launched = time.monotonic()
+        self._prepared_seconds = self._launched - self._updating if self._updating and len(done) < self._hosted else 0.0
 
     def arrived(self, sent: Sent, *, round: int, flight_seconds: float) -> Sequence[float]:
         if self._computed is not None:  # inside a step: its gradient came before
@@ -62,7 +75,9 @@ class WallClock:
         self._block(round)
         end = min(self._launched + flight_seconds, self._at) if flight_seconds else self._at
         self.trace.add("flight", self._first, self._launched, end, round)
-        return [flight_seconds] * self._hosted
+        # A launch comes after an update, and a landing before one: of the steps between them one update hides nothing.
+        prepared = min(self._prepared_seconds, self._usual())
+        return [flight_seconds + prepared if flight_seconds else 0.0] * self._hosted
 
     def landed(self, place: int, round: int) -> None:
         if self._computed is None:
@@ -71,14 +86,19 @@ class WallClock:
     def _block(self, round: int) -> None:
         now = time.monotonic()
         self.trace.add("blocked", self._first, self._at, now, round)
-        self._at = now
+        self._at = self._updating = now
 
     def completed(self) -> Modelled | None:
         self._warm = self._warm or "next"  # after the step that is under way
         return None
 
     def step_seconds(self, place: int) -> float:
-        return self._stepping_seconds / self._steps if self._steps else 0.0
+        longest = PAUSE * self._usual()
+        steps = [seconds for seconds in self._lately if seconds <= longest]
+        return sum(steps) / len(steps) if steps else 0.0
+
+    def _usual(self) -> float:
+        return sorted(self._lately)[len(self._lately) // 2] if self._lately else 0.0
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -87,7 +87,9 @@ class Average:
     def came_down(self, landed: Landed) -> None:
         """On one of the hosted workers."""
         self.step, self.period = max(self.step, landed.step), max(self.period, landed.period)
-        self.overlap, self.reason = max(self.overlap, landed.overlap), self.reason or landed.reason
+        if landed.reason and (landed.overlap > self.overlap or not self.reason):  # of whom the record has the overlap
+            self.reason = landed.reason
+        self.overlap = max(self.overlap, landed.overlap)
 
     def record(self, *, round: int, lr: float, modelled: Modelled | None) -> Record:
         """What is known of it here; the numbers of all processes come with the next one."""
@@ -186,7 +188,7 @@ class Averages:
                 self.memory = self.averaging.met(self.memory, landing.target.clone())
         elif landing.memory is not None:
             self.memory = landing.memory
-        self.headers.told = landing.header.tells
+        self.headers.told, self.headers.flights = landing.header.tells, ()  # that was told with it, and is news once
         if average.brought_news:
             sent = Sent(landing.bytes_sent, landing.server_bytes_sent, landing.hops, landing.hears)
             flights = self.clock.arrived(sent, round=self.books.round + 1, flight_seconds=average.flight_seconds)

@@ -35,7 +35,7 @@ class Headers:
     hides: bool = False
     """Do all workers tell how long an average took, and their steps, so that the overlap can be chosen?"""
     flights: tuple[float, ...] = ()
-    """Per hosted worker: seconds that the last average was under way since its launch."""
+    """Per hosted worker: seconds of the last average that steps have to hide; empty: it was told of, or is unknown."""
     told: tuple[float, ...] = ()
     """What all workers told with the last average, if the averaging ``tells``."""
     skipped: Callable[[], int] | None = None

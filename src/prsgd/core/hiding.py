@@ -1,13 +1,15 @@
 """``overlap="auto"``: as many steps as hide the transfer. Pure: no torch, no clock of its own.
 
-Every average brings all workers' numbers of the one before: how long that was under way since each one's launch, and
-how long each one's steps take. Who launches early waits for the others too, so the shortest flight, of the worker that
+Every average brings all workers' numbers of the one before: how long that was under way since each one's launch, with
+the update and the snapshot before (d steps after a launch have d gradients and d - 1 updates before they land), and how
+long each one's steps take. Who launches early waits for the others too, so the shortest flight, of the worker that
 launched last, is the transfer itself, and ceil(flight / step) of that worker's steps hide it. The overlap starts at 1:
 
     raised    at once, when the middle one of the last three transfers took longer: what was slow once does not count
     lowered   when fewer steps would have hidden each of the last five, with a tenth to spare
 
-All processes hear the same numbers in the same order, so all workers have the same overlap in the same round.
+All processes hear the same numbers in the same order, so all workers choose the same for the same round; one whose own
+round is shorter has that many steps, and one whose round ends by the clock lands at its end at the latest.
 """
 
 from __future__ import annotations
@@ -85,8 +87,9 @@ class Hiding:
         if overlap == before or self.chosen_by is None:
             return overlap, round
         capped = f", period {round.steps}" if overlap < self.overlap else ""
+        end = ", or to the round's end" if round.steps is None else ""
         took, step = self.chosen_by.flight_seconds, self.chosen_by.step_seconds
-        why = f"transfer {took:.3g} s, step {step:.3g} s{capped}: overlap {before} to {overlap}"
+        why = f"transfer {took:.3g} s, step {step:.3g} s{capped}: overlap {before} to {overlap}{end}"
         return overlap, replace(round, reason=f"{round.reason}; {why}" if round.reason else why)
 
     def state_dict(self) -> dict[str, Any]:
