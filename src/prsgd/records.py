@@ -96,6 +96,8 @@ class Record:
     noise: float | None = None
     """How far the scatter of one step's gradients would move a model at lr 1, squared: the mean of what the workers saw
     in this round; None unless the schedule asks for it, or if nobody looked."""
+    momentum: float | None = None
+    """Of the workers' optimizers where they saw it: the share of a step's move that the next one repeats."""
     reason: str = ""
     """Why the schedule made the round longer or shorter than the one before, and why its overlap is another."""
     modelled: Annotated[Modelled, _modelled] | None = None

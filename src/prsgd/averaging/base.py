@@ -80,6 +80,8 @@ class Sums(NamedTuple):
 
 SUMS_WIDTH = len(Sums._fields) + 2
 """How many numbers ``Sums.packed`` has."""
+NOISE_WIDTH = 3
+"""How many ``Header.noise`` has, where a schedule asks for it."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class Header:
     flights: tuple[float, ...] = ()
     """The same of the last average's seconds that steps have to hide; empty unless the overlap is to be chosen."""
     noise: tuple[float, ...] = ()
-    """How much gradients scattered, summed over looks, and the number of looks. Empty unless the schedule asks."""
+    """How much gradients scattered, summed over looks, the number of looks, and the momentum summed over them. Empty
+    unless the schedule asks."""
     skipped: tuple[int, ...] = ()
     """Per hosted worker: steps that it skipped since the last average; empty unless it hears neighbours only."""
 

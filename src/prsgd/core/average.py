@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from prsgd.averaging.base import Averaging, Landing, Memory, Sums
+from prsgd.averaging.base import NOISE_WIDTH, Averaging, Landing, Memory, Sums
 from prsgd.clocks.base import Sent, Timekeeper
 from prsgd.comm.base import Communicator, Work
 from prsgd.core.books import Books
@@ -94,7 +94,7 @@ class Average:
     def record(self, *, round: int, lr: float, modelled: Modelled | None) -> Record:
         """What is known of it here; the numbers of all processes come with the next one."""
         landing = self.arrived
-        sums = landing.header.sums
+        sums, (noise, looks, momentum) = landing.header.sums, landing.header.noise or (0.0,) * NOISE_WIDTH
         return Record(
             round=round,
             step=self.step,
@@ -112,13 +112,14 @@ class Average:
             drift=None,
             loss=None,
             samples=0,
-            noise=_mean(*self.arrived.header.noise),
+            noise=_mean(noise, looks),
+            momentum=_mean(momentum, looks),
             reason=self.reason,
             modelled=modelled,
         )
 
 
-def _mean(total: float = 0.0, count: float = 0.0) -> float | None:
+def _mean(total: float, count: float) -> float | None:
     return total / count if count and math.isfinite(total) else None
 
 

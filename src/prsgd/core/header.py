@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from prsgd.averaging.base import DIGIT, Averaging, Header
+from prsgd.averaging.base import DIGIT, NOISE_WIDTH, Averaging, Header
 from prsgd.clocks.base import Timekeeper
 from prsgd.comm.base import Communicator
 from prsgd.core.books import Books
@@ -77,7 +77,7 @@ class Headers:
             samples=samples_of_round,
             step_seconds=times,
             flights=self._by_id(self.flights) if self.hides else (),
-            noise=() if self.noise is None else (0.0, 0.0) if look else self.noise.told(),
+            noise=() if self.noise is None else (0.0,) * NOISE_WIDTH if look else self.noise.told(),
             workers=tuple(self.roll.ids),
             losses=tuple([page.loss_of_round for page in self.books.pages]),
             told=self.told,

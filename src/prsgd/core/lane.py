@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from prsgd.averaging.base import SUMS_WIDTH, Averaging, Header, Landing, Setting, Sums
+from prsgd.averaging.base import NOISE_WIDTH, SUMS_WIDTH, Averaging, Header, Landing, Setting, Sums
 from prsgd.clocks.base import Timekeeper
 from prsgd.comm.base import Communicator, Done
 from prsgd.core.average import Average, Averages
@@ -72,7 +72,7 @@ class Lane:
             state,
             buffers,
             overlap=setting.overlap,
-            tail=SUMS_WIDTH + run.comm.num_workers * by_worker + 2 * setting.learns,
+            tail=SUMS_WIDTH + run.comm.num_workers * by_worker + NOISE_WIDTH * setting.learns,
         )
         self.books = books
         paces, accounts = [Pace(setting.overlap) for _ in range(hosted)], [Account() for _ in range(hosted)]
@@ -105,6 +105,7 @@ class Lane:
             done_timeout_seconds=run.done_timeout_seconds,
             memory={},
             learn=schedule.learn if isinstance(schedule, Learns) else None,
+            learned={"own_momentum": float(setting.optimizer_state == "keep")} if setting.learns else {},
             hiding=Hiding() if hides else None,
         )
         self.loop = Loop(schedule, self.averages, run.clock, check=run.check, lr=run.lr, set_lr=run.set_lr)
@@ -196,7 +197,7 @@ class Lane:
         averages.headers.told, averages.headers.flights = tuple(state["told"]), tuple(state["flights"])
         if averages.hiding is not None:
             averages.hiding.load_state_dict(state["hiding"])
-        averages.learned = {str(name): float(value) for name, value in state["learned"].items()}
+        averages.learned = {**averages.learned, **{str(n): float(value) for n, value in state["learned"].items()}}
         averages.mean_lr = float(state["mean_lr"])
         flight = state["flight"]
         self.loop.average = None if flight is None else _average_from(flight, self.snapshots.captured())

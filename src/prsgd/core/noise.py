@@ -74,13 +74,15 @@ class GradientNoise:
                 self._found[i].append(torch.stack(parts).sum() / 2)
             self._parts[i].clear()
 
-    def told(self) -> tuple[float, float]:
-        """The sum of what was found since an average has last heard of it, and of how many looks."""
+    def told(self) -> tuple[float, float, float]:
+        """The sum of what was found since an average has last heard of it, of how many looks, and the momentum at each,
+        added up too: no process may go by its own where others have another."""
         for found, told in zip(self._found, self._told):
             told += [value for value in map(float, found) if math.isfinite(value)]
             found.clear()
         # Worker by worker, as processes are summed: so both say the same to the last bit.
-        return sum(map(sum, self._told)), float(sum(map(len, self._told)))
+        looks, momentum = [float(len(told)) for told in self._told], _momentum(self._optimizers[0].param_groups[0])
+        return sum(map(sum, self._told)), sum(looks), sum(momentum * count for count in looks)
 
     def heard(self) -> None:
         """It was an average to which this was told."""
@@ -185,10 +187,16 @@ def _is_known(p: Parameter, state: Mapping[str, Any], group: Mapping[str, Any]) 
 
 def _weight(group: Mapping[str, Any]) -> float:
     """How far a gradient moves the model in the end, in units of the lr: sum_k m^k = 1 / (1 - m) with momentum m."""
-    momentum = float(group.get("momentum") or 0.0)
-    if not 0 < momentum < 1:
+    momentum = _momentum(group)
+    if not momentum or "betas" in group:
         return 1.0
     return (1 - float(group.get("dampening") or 0.0)) / (1 - momentum)
+
+
+def _momentum(group: Mapping[str, Any]) -> float:
+    """The share of a step's move that the next one repeats."""
+    momentum = float(group["betas"][0] if "betas" in group else group.get("momentum") or 0.0)
+    return momentum if 0 < momentum < 1 else 0.0
 
 
 def _root(before: Tensor, now: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:

@@ -12,6 +12,12 @@ from prsgd.schedules.base import Learns, Now, Round
 
 OLD = 0.7
 """Share of the past in the running mean of the gradients' noise, at each average that brings a new number."""
+OLD_EXCESS = 0.9
+"""The same of the drift's excess over what noise explains, which is a matter of the data, and changes slowly."""
+MOST_EXCESS = 4.0
+"""A single drift counts for no more than so many times what noise explains: gradients have outliers."""
+SYSTEMATIC = 64.0
+"""How much more drift weighs that noise does not explain."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,12 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
     The drift is measured at each average, and s^2 by two gradients in a row now and then. With momentum m the lr of the
     theorem is lr / (1 - m), and L is taken to be (1 - m) / ``largest_lr``, the largest that training stands: the
     largest so far, unless it is given. The next period is the last one times sqrt(target / drift), at most doubled and
-    at most ``longest``, and never lowered while the drift is below its target. Where workers' data differ they drift
-    faster, and the period stays short.
+    at most ``longest``, and never lowered while the drift is below its target.
+
+    Where workers' data differ, their models part faster than the noise explains, and each in a direction of its own,
+    round after round. That part of the drift does more harm, and weighs 64 times as much: the mean of the workers'
+    gradients is that at the mean of their models plus mean_i H_i (x_i - mean), in which chance averages out and what
+    pulls worker i and bends its loss H_i does not.
 
     With momentum, ``LocalSGD(..., optimizer_state="average")`` lets rounds be several times as long: momentum that each
     worker keeps for itself carries them apart.
@@ -67,8 +77,10 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
         period, before = _planned(now.learned, now.round), _planned(now.learned, now.round - 1)
         if period == before:
             return Round(steps=period)
-        drift, target = now.learned["drift"], now.learned["target"]
-        return Round(steps=period, reason=f"drift {drift:.3g}, target {target:.3g}: period {before} to {period}")
+        drift, target, systematic = (now.learned[name] for name in ("drift", "target", "systematic"))
+        weighed = f" ({systematic:.0%} of it systematic, weighed {SYSTEMATIC:g}-fold)" if systematic else ""
+        reason = f"drift {drift:.3g}{weighed}, target {target:.3g}: period {before} to {period}"
+        return Round(steps=period, reason=reason)
 
     def learn(self, learned: Mapping[str, float], record: Record, lr: float) -> Mapping[str, float]:
         """The numbers by which the next rounds open: the ``period`` from the round ``since`` on, that ``before``, and
@@ -79,16 +91,22 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
         found["largest_lr"] = max(found.get("largest_lr", 0.0), lr)
         if record.noise is not None:
             found["noise"] = OLD * found.get("noise", record.noise) + (1 - OLD) * record.noise
+            found["momentum"] = record.momentum or 0.0
         n = record.workers
         if "noise" not in found or record.drift is None or n < 2 or not (lr > 0 and record.lr > 0):
             return found
-        # Of the workers' common expectation, from which their mean is off by a share of 1/n; at the lr to come.
-        drift = record.drift * n / (n - 1) * (lr / record.lr) ** 2
+        # Of the workers' common expectation, from which their mean is off by a share of 1/n.
+        drift, steps = record.drift * n / (n - 1), _planned(learned, record.round)
+        if expected := record.lr**2 * found["noise"] * _noisy_steps(steps, found):
+            excess = min(MOST_EXCESS, drift / expected)
+            found["excess"] = OLD_EXCESS * found.get("excess", excess) + (1 - OLD_EXCESS) * excess
+        found["systematic"] = max(0.0, 1 - 1 / found["excess"]) if found.get("excess") else 0.0
+        drift *= (1 + (SYSTEMATIC - 1) * found["systematic"]) * (lr / record.lr) ** 2  # at the lr to come
         # The record's noise is s^2 / (1 - m)^2, so that lr / (1 - m) s^2 / L is lr * largest_lr * noise.
         target = self.tolerance * lr * (self.largest_lr or found["largest_lr"]) * found["noise"] / n
         if math.isfinite(drift) and math.isfinite(target):
             # As it was planned: a process whose workers have run out of data sees no period in its record.
-            wanted = self._next(int(found["period"]), _planned(learned, record.round), drift, target)
+            wanted = self._next(int(found["period"]), steps, drift, target)
             found |= {"period": float(wanted), "drift": drift, "target": target}
         return found
 
@@ -105,3 +123,20 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
 def _planned(learned: Mapping[str, float], round: int) -> int:
     """The period of a round, the newest or one before that."""
     return int(learned.get("period" if round >= learned.get("since", 1) else "before", 1))
+
+
+def _noisy_steps(steps: int, learned: Mapping[str, float]) -> float:
+    """How many gradients' noise a round of so many steps is worth, each moving a model as far as it does in the end:
+    noise alone parts the workers by lr^2 noise times this.
+
+    With momentum m the j-th gradient from the end has moved by 1 - m^j of that. If workers keep their own momentum, a
+    round begins with the noise of those before it, of variance 1 / (1 - m^2), of which m (1 - m^K) is to come.
+
+    >>> _noisy_steps(3, {})
+    3.0
+    >>> _noisy_steps(2, {"momentum": 0.5}), _noisy_steps(1, {"momentum": 0.5, "own_momentum": 1.0})
+    (0.8125, 0.3333333333333333)
+    """
+    m = learned.get("momentum", 0.0)
+    within = sum((1 - m**j) ** 2 for j in range(1, steps + 1))
+    return within + learned.get("own_momentum", 0.0) * (m * (1 - m**steps)) ** 2 / (1 - m**2)

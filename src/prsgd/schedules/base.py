@@ -79,8 +79,9 @@ class Learns(Schedule):
 
     The averages' headers carry both numbers, and every process shows every record to ``learn``, also one whose workers
     have run out of data, so that all workers' rounds stay alike. For that ``learn`` may go by ``round``, ``workers``,
-    ``drift``, ``loss``, ``samples``, ``noise`` and ``lr`` (the workers' mean at that average), which are the same in
-    every process; ``step``, ``period`` and ``overlap`` are a process's own, and 0 where its workers had no data.
+    ``drift``, ``loss``, ``samples``, ``noise``, ``momentum`` and ``lr`` (the workers' mean at that average), which are
+    the same in every process; ``step``, ``period`` and ``overlap`` are a process's own, and 0 where its workers had no
+    data. What is known in the beginning is ``own_momentum``: 1 if workers keep theirs at an average, else 0.
     """
 
     def learn(self, learned: Mapping[str, float], record: Record, lr: float) -> Mapping[str, float]:
