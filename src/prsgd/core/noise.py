@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class GradientNoise:
         """The optimizer with which the worker's step is over."""
         self._before: list[Tensor | None] = [None for _ in hosted]
         """(P,): the gradient of the step before, where there was a look at it."""
+        self._cut: list[dict[int, list[_Places]]] = [{} for _ in hosted]
+        """By worker and optimizer: that row, cut into the shapes of the parameters."""
         self._at = [[-1] * len(optimizers) for _ in hosted]
         """Steps that the worker had behind it then, by optimizer."""
         self._parts: list[list[Tensor | None]] = [[] for _ in hosted]
@@ -60,9 +63,8 @@ class GradientNoise:
         with torch.no_grad():
             if steps % EVERY == 0:
                 self._parts[i].clear()
-                for p, view, _ in self._places(i, o):
-                    grad = _gradient(p, optimizer)
-                    view.zero_() if grad is None else view.copy_(grad)
+                for places in self._places(i, o):
+                    torch._foreach_copy_(places.before, places.gradients(optimizer))
             elif self._at[i][o] == steps - 1:
                 self._parts[i].append(self._moved(i, o))
             else:
@@ -89,16 +91,23 @@ class GradientNoise:
         for told in self._told:
             told.clear()
 
-    def _places(self, i: int, o: int) -> list[tuple[Parameter, Tensor, Mapping[str, Any]]]:
-        """Worker i's parameters that the optimizer has: each with its part of the row, and its group."""
+    def _places(self, i: int, o: int) -> list[_Places]:
+        """Worker i's parameters that the optimizer has, group by group. Cut out of its row once."""
         row = self._before[i]
         if row is None:
             with torch.inference_mode(False):
                 row = torch.zeros(self._rows.width, dtype=self._rows.dtype, device=self._rows.device)
             self._before[i] = row
-        params = list(self._rows.workers[i].values())
-        parts, groups = row.split([p.numel() for p in params]), self._optimizers[o].param_groups
-        return [(params[k], parts[k].view(params[k].shape), groups[g]) for k, g in self._owned[i][o]]
+            self._cut[i] = {}
+        if o not in self._cut[i]:
+            params = list(self._rows.workers[i].values())
+            parts = row.split([p.numel() for p in params])
+            self._cut[i][o] = [
+                _Places([params[k] for k in own], [parts[k].view(params[k].shape) for k in own], g)
+                for g in range(len(self._optimizers[o].param_groups))
+                if (own := [k for k, of in self._owned[i][o] if of == g])
+            ]
+        return self._cut[i][o]
 
     def _moved(self, i: int, o: int) -> Tensor | None:
         """The squared distance that the differences of these gradients carry the model apart, at lr 1 of the first
@@ -107,17 +116,18 @@ class GradientNoise:
         if not first:
             return None
         squares: list[Tensor] = []
-        for p, before, group in self._places(i, o):
-            grad, state = _gradient(p, optimizer), optimizer.state.get(p, {})
-            if not _is_known(p, state, group):
+        for places in self._places(i, o):
+            group, states = optimizer.param_groups[places.group], [optimizer.state.get(p, {}) for p in places.params]
+            if not all(_is_known(p, state, group) for p, state in zip(places.params, states)):
                 self._warn(optimizer)
                 return None
-            now = torch.zeros_like(before) if grad is None else grad.to(before.dtype)
-            difference = before - now
+            gradients = places.gradients(optimizer)
+            differences = list(torch._foreach_sub(places.before, gradients))
             if "betas" in group:
-                difference /= _root(before, now, state, group)
-            weight = _weight(group) * float(group["lr"]) / first
-            squares.append((torch.linalg.vector_norm(difference) * weight).double().square())
+                each = zip(differences, places.before, gradients, states)
+                differences = [d / _root(before, now, state, group) for d, before, now, state in each]
+            lengths = torch.stack(torch._foreach_norm(differences)) * (_weight(group) * float(group["lr"]) / first)
+            squares.append(lengths.double().square().sum())
         return torch.stack(squares).sum()
 
     def _warn(self, optimizer: Optimizer) -> None:
@@ -155,9 +165,29 @@ class GradientNoise:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         device = self._rows.device
         self._before = [None if row is None else row.to(device, copy=True) for row in state["before"]]
+        self._cut = [{} for _ in self._before]
         self._at = [[int(steps) for steps in at] for at in state["at"]]
         self._found = [
             [torch.tensor(float(value), dtype=torch.float64) for value in of_worker] for of_worker in state["found"]
+        ]
+
+
+@dataclass(frozen=True)
+class _Places:
+    """One worker's parameters in one group of an optimizer."""
+
+    params: list[Parameter]
+    before: list[Tensor]
+    """Where their gradients of the step before are kept."""
+    group: int
+    """Its number: loading a state makes the groups anew."""
+
+    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """As they are now, in the dtype of rows; zeros where there is none."""
+        grads = [_gradient(p, optimizer) for p in self.params]
+        return [
+            torch.zeros_like(kept) if grad is None else grad if grad.dtype == kept.dtype else grad.to(kept.dtype)
+            for grad, kept in zip(grads, self.before)
         ]
 
 
