@@ -6,6 +6,7 @@ communication is its way. All train by SGD with the same lr and momentum.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,12 @@ class Contestant:
     """What has to be installed for it, as it is imported."""
     every_step: bool = False
     """Does it communicate at every step, whatever the period?"""
+    settles: bool = False
+    """Does it find its way in the first averages, so that it has to be given some?"""
+
+    def warm_up(self, period: int) -> int:
+        """Steps that are not looked at."""
+        return 2 if self.every_step else (6 if self.settles else 2) * period
 
 
 def sgd(work: Work) -> SGD:
@@ -116,6 +123,8 @@ def accelerate(work: Work, ground: Ground) -> Iterator[Step]:
 @contextmanager
 def torchft(work: Work, ground: Ground) -> Iterator[Step]:
     """Every rank is a replica group of its own, with its own store; the lighthouse is at rank 0."""
+    # It tells the others the machine's name to find a rank by, which is the same in all network namespaces.
+    socket.gethostname = lambda: ground.address
     from torchft import Manager, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
     from torchft.local_sgd import LocalSGD
@@ -145,7 +154,7 @@ def torchft(work: Work, ground: Ground) -> Iterator[Step]:
         lighthouse_addr=told[0],
         replica_id=f"rank{ground.rank}",
         hostname=ground.address,
-        init_sync=False,  # all begin alike; its server of models tells the machine's name, which links do not know
+        init_sync=False,  # all begin alike
     )
     try:
         with LocalSGD(manager, work.model, optimizer, sync_every=ground.period):
@@ -182,7 +191,7 @@ CONTESTANTS = {
     "prsgd": Contestant("ours, blocking", _with()),
     "prsgd-overlap-1": Contestant("ours, overlap=1", _with(overlap=1)),
     "prsgd-overlap-6": Contestant("ours, overlap=6", _with(overlap=6)),
-    "prsgd-auto": Contestant('ours, overlap="auto"', _with(overlap="auto")),
+    "prsgd-auto": Contestant('ours, overlap="auto"', _with(overlap="auto"), settles=True),
     "prsgd-period-auto": Contestant("ours, schedule=auto()", _with(schedule=prsgd.auto, optimizer_state="average")),
     "prsgd-diloco": Contestant(
         "ours, outer Nesterov steps", _with(averaging=lambda: prsgd.outer(lr=0.7, momentum=0.9, nesterov=True))

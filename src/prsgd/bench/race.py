@@ -117,7 +117,8 @@ def race(
         for name in [NONE, *(c for c in contestants if c != NONE)]:
             tell(f"{model}, {link.name}: {name} gets ready")
             try:
-                orders = Orders(contestant=name, model=model, period=period, warm_up=2 * period)
+                warm_up = CONTESTANTS[name].warm_up(period)
+                orders = Orders(contestant=name, model=model, period=period, warm_up=warm_up)
                 teams[name] = stack.enter_context(team(orders, places))
             except DropOutError as problem:
                 found.left_out[name] = str(problem)
