@@ -24,6 +24,7 @@ from prsgd.bench.contestants import CONTESTANTS, NONE
 from prsgd.bench.links import Link, NoLinkError, made
 from prsgd.bench.models import MODELS, work
 from prsgd.bench.race import DropOutError, Lap, Race
+from prsgd.bench.rank import PARTS
 from tests.ranks import run_command as prsgd
 
 NETNS = Path("/run/netns")
@@ -165,7 +166,10 @@ def by_hand() -> Race:
     """Without communication 1 s for 8 steps; "prsgd" takes 1.25 s and 1.6 s, "ddp" 0.5 s for 2 steps."""
     laps = {
         NONE: [Lap(8, 1.0, 0.8, 0.0), Lap(8, 1.2, 0.8, 0.0)],
-        "prsgd": [Lap(8, 1.25, 0.9, 0.2), Lap(8, 1.6, 1.0, 0.4)],
+        "prsgd": [
+            Lap(8, 1.25, 0.9, 0.2, {"copy": 0.01, "wait": 0.08, "flight": 0.07}),
+            Lap(8, 1.6, 1.0, 0.4, {"copy": 0.03, "wait": 0.1, "flight": 0.09}),
+        ],
         "ddp": [Lap(2, 0.5, 0.3, 0.0), Lap(2, 0.6, 0.3, 0.0)],
     }
     return Race("mlp", "1Gbit", ranks=2, period=4, laps=laps, left_out={"torchft": "torchft is not installed"})
@@ -179,6 +183,8 @@ def test_shares_are_of_the_same_round() -> None:
     assert found.sync_seconds("prsgd") == pytest.approx(0.15)  # 0.2 s and 0.4 s for two averages each
     assert found.processor_seconds("prsgd") == pytest.approx(4 * (0.1 / 8 + 0.2 / 8) / 2)
     assert found.ranking() == [NONE, "prsgd", "ddp"]
+    assert found.parts("prsgd") == pytest.approx({"copy": 0.02, "wait": 0.09, "flight": 0.08})
+    assert found.parts("ddp") == {}
 
 
 def test_what_is_told(tmp_path: Path) -> None:
@@ -186,11 +192,15 @@ def test_what_is_told(tmp_path: Path) -> None:
     text = told.text(found)
     assert "mlp over 1Gbit, 2 ranks, period 4" in text
     assert "torchft           left out: torchft is not installed" in text
+    assert (
+        "of one average         copying      waiting    in flight\nprsgd                    20 ms        90 ms" in text
+    )
     assert all(len(line) <= 80 for line in text.splitlines())
     paths = told.write([found], tmp_path, "prsgd bench")
     assert {path.name for path in paths} == {"bench.json", "bench.md", "bench.png", "bench.svg"}
     assert told.read(tmp_path / "bench.json") == [found]
     assert "| **0.775** |" in (tmp_path / "bench.md").read_text()
+    assert "| ours, blocking | 20, 90, 80 |" in (tmp_path / "bench.md").read_text()
 
 
 def test_the_models_are_of_the_sizes_they_say() -> None:
@@ -255,7 +265,18 @@ def test_a_race_over_loopback() -> None:
         for lap in laps:
             assert lap.seconds > 0
             assert 0 <= lap.sync_seconds <= lap.seconds
+    assert all(lap.parts == {} for name in (NONE, "ddp") for lap in found.laps[name])
+    for lap in found.laps["prsgd-overlap-1"]:
+        assert set(lap.parts) == set(PARTS)
+        assert all(0 <= seconds < lap.seconds for seconds in lap.parts.values())
     assert ours_left(os.getpid()) == []
+
+
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_warm_ups(name: str) -> None:
+    """Over a slow link one that speaks at every step would not be ready in time; one that settles is given averages."""
+    steps = CONTESTANTS[name].warm_up(8)
+    assert steps == (2 if name.startswith("ddp") else 48 if name == "prsgd-auto" else 16)
 
 
 def test_who_is_not_installed_or_fails_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

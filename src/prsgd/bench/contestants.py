@@ -56,6 +56,17 @@ class Contestant:
         return 2 if self.every_step else (6 if self.settles else 2) * period
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """A step of a run whose averages leave records."""
+
+    step: Step
+    local: prsgd.LocalSGD
+
+    def __call__(self) -> None:
+        self.step()
+
+
 def sgd(work: Work) -> SGD:
     return SGD(work.model.parameters(), lr=work.lr, momentum=0.9)
 
@@ -169,8 +180,8 @@ def torchft(work: Work, ground: Ground) -> Iterator[Step]:
 @contextmanager
 def ours(work: Work, ground: Ground, parts: Callable[[], dict[str, Any]] = dict) -> Iterator[Step]:
     optimizer = sgd(work)
-    with prsgd.LocalSGD(work.model, optimizer, **{"schedule": prsgd.every(ground.period), **parts()}):
-        yield plain(work, optimizer)
+    with prsgd.LocalSGD(work.model, optimizer, **{"schedule": prsgd.every(ground.period), **parts()}) as local:
+        yield Recorded(plain(work, optimizer), local)
 
 
 def _with(**parts: Any) -> Callable[[Work, Ground], AbstractContextManager[Step]]:

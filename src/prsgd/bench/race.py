@@ -23,12 +23,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from prsgd.bench.contestants import CONTESTANTS, NONE
 from prsgd.bench.links import Link, Place, made
-from prsgd.bench.rank import Block, Orders
+from prsgd.bench.rank import PARTS, Block, Orders
 from prsgd.errors import PrsgdError
 
 START_SECONDS = 120.0
@@ -51,6 +51,8 @@ class Lap:
     seconds: float
     processor_seconds: float
     sync_seconds: float
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds of one average by what it does, the mean of the ranks; empty unless it leaves records."""
 
 
 @dataclass
@@ -86,6 +88,11 @@ class Race:
         return self.period * median(
             lap.processor_seconds / lap.steps - limit.processor_seconds / limit.steps for limit, lap in both
         )
+
+    def parts(self, contestant: str) -> dict[str, float]:
+        """Where the seconds of one average go, where that is known: the median of the rounds."""
+        laps = [lap.parts for lap in self.laps[contestant] if lap.parts]
+        return {part: median(lap[part] for lap in laps) for part in PARTS if laps}
 
     def ranking(self) -> list[str]:
         """The fastest first."""
@@ -173,6 +180,7 @@ class Team:
             max(block.seconds for block in blocks),
             max(block.processor_seconds for block in blocks),
             max(block.sync_seconds for block in blocks),
+            {part: fmean(block.parts[part] for block in blocks) for part in blocks[0].parts},
         )
         self._limit_seconds = max(self._limit_seconds, 10 * lap.seconds)
         return lap

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, TextIO
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 from prsgd.comm.job import Job
 
 if TYPE_CHECKING:
+    import prsgd
     from prsgd.bench.models import Work
 
 
@@ -52,6 +53,12 @@ class Block:
     """Of all threads of the process."""
     sync_seconds: float
     """Beyond the usual step, in all: where there is an average now and then, what the steps with one took longer."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds of one average by what it does, in the middle of those of the block; empty unless it leaves records."""
+
+
+PARTS = ("copy", "wait", "flight")
+"""Copying, checking and writing models; blocked; from launch to arrival, which an overlap hides."""
 
 
 def main() -> None:
@@ -63,7 +70,7 @@ def main() -> None:
     import torch
 
     import prsgd
-    from prsgd.bench.contestants import CONTESTANTS, Ground
+    from prsgd.bench.contestants import CONTESTANTS, Ground, Recorded
     from prsgd.bench.models import work
 
     torch.set_num_threads(1)
@@ -86,8 +93,15 @@ def main() -> None:
             processor = time.process_time() - processor
             took = [after - before for before, after in pairwise(times)]
             usual = median(took)
-            block = Block(times[-1] - times[0], processor, sum(max(0.0, t - usual) for t in took))
-            _say(answers, vars(block))
+            beyond = sum(max(0.0, t - usual) for t in took)
+            parts = parts_of(step.local, int(line)) if isinstance(step, Recorded) else {}
+            _say(answers, vars(Block(times[-1] - times[0], processor, beyond, parts)))
+
+
+def parts_of(local: prsgd.LocalSGD, steps: int) -> dict[str, float]:
+    """Of the averages in the newest so many steps whose records are complete."""
+    records = [record for record in local.records if record.step > local.step - steps]
+    return {part: median(getattr(record, f"{part}_seconds") for record in records) for part in PARTS if records}
 
 
 def accuracy(work: Work) -> float:

@@ -16,6 +16,7 @@ import prsgd
 from prsgd.bench.climb import Climb
 from prsgd.bench.contestants import CONTESTANTS, NONE, is_ours
 from prsgd.bench.race import Race
+from prsgd.bench.rank import PARTS
 from prsgd.report.figures import save
 from prsgd.report.figures.style import COLOURS, DASHES
 
@@ -29,6 +30,9 @@ NOTE = """\
 throughput   of that without communication, the median of the rounds
 one average  what steps with one take beyond the others; DDP has none without
 processor    time that communication takes of it in one period, per rank"""
+
+
+PART_WORDS = {"copy": "copying", "wait": "waiting", "flight": "in flight"}
 
 
 def text(found: Race | Climb) -> str:
@@ -46,7 +50,17 @@ def _text_of_race(race: Race) -> str:
         sync = "" if name == NONE or CONTESTANTS[name].every_step else f"{1e3 * race.sync_seconds(name):.3g} ms"
         processor = "" if name == NONE else f"{1e3 * race.processor_seconds(name):.3g} ms"
         lines.append(f"{share} {sync:>12} {processor:>10}".rstrip())
-    return "\n".join([*lines, *_left_out(race.left_out, 17)])
+    return "\n".join([*lines, *_left_out(race.left_out, 17), *_text_of_parts(race)])
+
+
+def _text_of_parts(race: Race) -> list[str]:
+    """Where an average of ours spends its time."""
+    known = {name: parts for name in race.ranking() if (parts := race.parts(name))}
+    lines = [
+        f"{name:17} " + " ".join(f"{1e3 * parts[part]:9.3g} ms" for part in PARTS) for name, parts in known.items()
+    ]
+    head = f"{'of one average':17} " + " ".join(f"{PART_WORDS[part]:>12}" for part in PARTS)
+    return ["", head, *lines] if lines else []
 
 
 def _text_of_climb(climb: Climb) -> str:
@@ -83,6 +97,21 @@ def markdown(races: Sequence[Race]) -> str:
                 continue
             share = f"{race.share(name):.3f}"
             cells.append(f"**{share}**" if name == next(n for n in race.ranking() if n != NONE) else share)
+        lines.append(f"| {CONTESTANTS[name].summary} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def markdown_of_parts(races: Sequence[Race]) -> str:
+    """Where an average of ours spends its time: a row for each contestant that tells, a column for each race."""
+    names = [name for name in CONTESTANTS if any(name in race.laps and race.parts(name) for race in races)]
+    words = ", ".join(PART_WORDS[part] for part in PARTS)
+    lines = [
+        f"| ms of one average: {words} | " + " | ".join(f"{race.model}, {race.link}" for race in races) + " |",
+        "|---" * (len(races) + 1) + "|",
+    ]
+    for name in names:
+        found = [race.parts(name) if name in race.laps else {} for race in races]
+        cells = [", ".join(f"{1e3 * parts[part]:.3g}" for part in PARTS) if parts else "" for parts in found]
         lines.append(f"| {CONTESTANTS[name].summary} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -125,7 +154,7 @@ def write(found: Sequence[Race | Climb], folder: Path, command: str) -> list[Pat
     kept.write_text(json.dumps({"command": command, **content(found)}, indent=1) + "\n", encoding="utf-8")
     races, climbs = _apart(found)
     page = folder / "bench.md"
-    tables = ([markdown(races)] if races else []) + [_markdown_of_climb(climb) for climb in climbs]
+    tables = ([markdown(races), markdown_of_parts(races)] if races else []) + [*map(_markdown_of_climb, climbs)]
     page.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
     figures: dict[str, Callable[[], Drawing]] = {}
     if races:
