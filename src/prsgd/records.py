@@ -97,7 +97,8 @@ class Record:
     """How far the scatter of one step's gradients would move a model at lr 1, squared: the mean of what the workers saw
     in this round; None unless the schedule asks for it, or if nobody looked."""
     momentum: float | None = None
-    """Of the workers' optimizers where they saw it: the share of a step's move that the next one repeats."""
+    """The share of a step's move that the next one repeats, where the noise was seen; None if it is not one number for
+    all parameters, or not as in plain momentum (Nesterov, Adam)."""
     reason: str = ""
     """Why the schedule made the round longer or shorter than the one before, and why its overlap is another."""
     modelled: Annotated[Modelled, _modelled] | None = None

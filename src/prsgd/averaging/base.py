@@ -258,6 +258,11 @@ class Averaging(ABC):
         """Do all processes learn the exact mean, from which the drift is measured?"""
         return not self.hears_neighbours_only
 
+    @property
+    def parts_evenly(self) -> bool:
+        """Do all workers restart from one point and count alike, so that noise alone parts them all by as much?"""
+        return False
+
     def check(self, setting: Setting) -> None:  # noqa: B027 - most work with everything
         """Raise a ValueError that says why it cannot work with this setting."""
 

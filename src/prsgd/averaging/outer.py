@@ -59,6 +59,10 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
         return self.of.knows_drift
 
     @property
+    def parts_evenly(self) -> bool:
+        return self.of.parts_evenly
+
+    @property
     def tells(self) -> bool:
         return self.of.tells
 

@@ -59,7 +59,8 @@ class Parts:
     def words(self) -> list[str]:
         """What must be alike on all workers beside the models."""
         kept, overlap = self.setup["optimizer_state"], self.setup["overlap"]
-        return [f"optimizer_state {kept!r}, overlap {overlap}", f"averaging {self.setup['averaging']}"]
+        words = [f"optimizer_state {kept!r}, overlap {overlap}", f"averaging {self.setup['averaging']}"]
+        return [*words, f"schedule {self.setup['schedule']}"] if self.hooks.noise is not None else words
 
 
 def assemble(

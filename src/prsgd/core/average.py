@@ -113,7 +113,7 @@ class Average:
             loss=None,
             samples=0,
             noise=_mean(noise, looks),
-            momentum=_mean(momentum, looks),
+            momentum=None if momentum < 0 else _mean(momentum, looks),
             reason=self.reason,
             modelled=modelled,
         )

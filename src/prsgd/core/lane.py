@@ -105,7 +105,7 @@ class Lane:
             done_timeout_seconds=run.done_timeout_seconds,
             memory={},
             learn=schedule.learn if isinstance(schedule, Learns) else None,
-            learned={"own_momentum": float(setting.optimizer_state == "keep")} if setting.learns else {},
+            learned=_known(run) if setting.learns else {},
             hiding=Hiding() if hides else None,
         )
         self.loop = Loop(schedule, self.averages, run.clock, check=run.check, lr=run.lr, set_lr=run.set_lr)
@@ -202,6 +202,11 @@ class Lane:
         flight = state["flight"]
         self.loop.average = None if flight is None else _average_from(flight, self.snapshots.captured())
         self.loop.launches = int(state["launches"])
+
+
+def _known(run: Run) -> dict[str, float]:
+    """What a schedule that learns may go by from the beginning."""
+    return {"own_momentum": float(run.setting.optimizer_state == "keep")} if run.averaging.parts_evenly else {}
 
 
 def _check_length(name: str, values: Any, hosted: int) -> None:

@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from prsgd.core.resuming import check_tensor
 from prsgd.replicas.rows import Rows
 
+NOT_ONE = -1e6
+"""Told for the momentum of a look where no single number says how steps repeat each other: below 0 in every mean."""
 EVERY = 16
 """Steps from one look to the next. A look takes two steps, and the variance changes slowly."""
 
@@ -35,16 +37,16 @@ class GradientNoise:
         hosted = range(len(rows.workers))
         self._owned = [[list(_owned(o, named)) for o in optimizers] for named in rows.workers]
         """By worker and optimizer: the numbers of its parameters in the model, and of their groups."""
-        self._last = [max(o for o, owned in enumerate(mine) if owned) for mine in self._owned]
-        """The optimizer with which the worker's step is over."""
+        self._owners = [[o for o, owned in enumerate(mine) if owned] for mine in self._owned]
+        """The optimizers that have parameters of it; its step is over with the last."""
         self._before: list[Tensor | None] = [None for _ in hosted]
         """(P,): the gradient of the step before, where there was a look at it."""
         self._cut: list[dict[int, list[_Places]]] = [{} for _ in hosted]
         """By worker and optimizer: that row, cut into the shapes of the parameters."""
         self._at = [[-1] * len(optimizers) for _ in hosted]
         """Steps that the worker had behind it then, by optimizer."""
-        self._parts: list[list[Tensor | None]] = [[] for _ in hosted]
-        """Of the look under way: what each optimizer's parameters come to."""
+        self._parts: list[dict[int, Tensor | None]] = [{} for _ in hosted]
+        """Of the look under way, by optimizer: what its parameters come to."""
         self._found: list[list[Tensor]] = [[] for _ in hosted]
         """They stay tensors until an average asks, so that nobody waits for a device."""
         self._told: list[list[float]] = [[] for _ in hosted]
@@ -66,13 +68,11 @@ class GradientNoise:
                 for places in self._places(i, o):
                     torch._foreach_copy_(places.before, places.gradients(optimizer))
             elif self._at[i][o] == steps - 1:
-                self._parts[i].append(self._moved(i, o))
-            else:
-                return
+                self._parts[i][o] = self._moved(i, o)
         self._at[i][o] = steps
-        if steps % EVERY and o == self._last[i]:
-            parts = [part for part in self._parts[i] if part is not None]
-            if len(parts) == len(self._parts[i]):
+        if steps % EVERY and o == self._owners[i][-1]:
+            parts = [part for own in self._owners[i] if (part := self._parts[i].get(own)) is not None]
+            if len(parts) == len(self._owners[i]):  # one that did not step twice in a row has nothing to say
                 self._found[i].append(torch.stack(parts).sum() / 2)
             self._parts[i].clear()
 
@@ -83,8 +83,16 @@ class GradientNoise:
             told += [value for value in map(float, found) if math.isfinite(value)]
             found.clear()
         # Worker by worker, as processes are summed: so both say the same to the last bit.
-        looks, momentum = [float(len(told)) for told in self._told], _momentum(self._optimizers[0].param_groups[0])
+        looks, momentum = [float(len(told)) for told in self._told], self._momentum()
         return sum(map(sum, self._told)), sum(looks), sum(momentum * count for count in looks)
+
+    def _momentum(self) -> float:
+        """The one momentum by which all parameters repeat their steps as SGD does; or ``NOT_ONE``."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        if any("betas" in group or group.get("nesterov") for group in groups):
+            return NOT_ONE
+        first, *others = {_momentum(group) for group in groups}
+        return NOT_ONE if others else first
 
     def heard(self) -> None:
         """It was an average to which this was told."""
@@ -164,7 +172,8 @@ class GradientNoise:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         device = self._rows.device
-        self._before = [None if row is None else row.to(device, copy=True) for row in state["before"]]
+        with torch.inference_mode(False):  # it outlives an evaluation during which it may be loaded
+            self._before = [None if row is None else row.clone().to(device) for row in state["before"]]
         self._cut = [{} for _ in self._before]
         self._at = [[int(steps) for steps in at] for at in state["at"]]
         self._found = [
@@ -218,24 +227,27 @@ def _is_known(p: Parameter, state: Mapping[str, Any], group: Mapping[str, Any]) 
 def _weight(group: Mapping[str, Any]) -> float:
     """How far a gradient moves the model in the end, in units of the lr: sum_k m^k = 1 / (1 - m) with momentum m."""
     momentum = _momentum(group)
-    if not momentum or "betas" in group:
-        return 1.0
-    return (1 - float(group.get("dampening") or 0.0)) / (1 - momentum)
+    return (1 - float(group.get("dampening") or 0.0)) / (1 - momentum) if momentum else 1.0
 
 
 def _momentum(group: Mapping[str, Any]) -> float:
     """The share of a step's move that the next one repeats."""
-    momentum = float(group["betas"][0] if "betas" in group else group.get("momentum") or 0.0)
+    momentum = float(group.get("momentum") or 0.0)
     return momentum if 0 < momentum < 1 else 0.0
 
 
 def _root(before: Tensor, now: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
-    """By what an optimizer of Adam's kind divides gradients.
+    """By what an optimizer of Adam's kind is about to divide gradients: a mean square that has the one at hand in it,
+    without which a parameter that is seldom used would seem to scatter without bounds.
 
     Where it starts afresh at every average its mean square is of a few gradients; if it has none, it is of these two.
     """
-    kept, steps = state.get("max_exp_avg_sq", state.get("exp_avg_sq")), float(state.get("step", 0))
+    kept, largest, steps = state.get("exp_avg_sq"), state.get("max_exp_avg_sq"), float(state.get("step", 0))
     square: Tensor = (before.square() + now.square()) / 2
     if kept is not None and steps:
-        square = kept.to(before.dtype) / (1 - float(group["betas"][1]) ** steps)
+        past = float(group["betas"][1])
+        square = past * kept.to(before.dtype) + (1 - past) * now.square()
+        if largest is not None:
+            square = torch.maximum(square, largest.to(before.dtype))
+        square /= 1 - past ** (steps + 1)
     return square.sqrt() + max(float(group["eps"]), torch.finfo(before.dtype).tiny)

@@ -16,6 +16,8 @@ OLD_EXCESS = 0.9
 """The same of the drift's excess over what noise explains, which is a matter of the data, and changes slowly."""
 MOST_EXCESS = 4.0
 """A single drift counts for no more than so many times what noise explains: gradients have outliers."""
+CHANCE = 1.1
+"""What chance makes of an excess of 1."""
 SYSTEMATIC = 64.0
 """How much more drift weighs that noise does not explain."""
 
@@ -41,7 +43,8 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
     Where workers' data differ, their models part faster than the noise explains, and each in a direction of its own,
     round after round. That part of the drift does more harm, and weighs 64 times as much: the mean of the workers'
     gradients is that at the mean of their models plus mean_i H_i (x_i - mean), in which chance averages out and what
-    pulls worker i and bends its loss H_i does not.
+    pulls worker i and bends its loss H_i does not. What noise explains is known for SGD with one momentum for all
+    parameters, without Nesterov's, and workers that count alike; elsewhere all drift weighs alike.
 
     With momentum, ``LocalSGD(..., optimizer_state="average")`` lets rounds be several times as long: momentum that each
     worker keeps for itself carries them apart.
@@ -91,17 +94,18 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
         found["largest_lr"] = max(found.get("largest_lr", 0.0), lr)
         if record.noise is not None:
             found["noise"] = OLD * found.get("noise", record.noise) + (1 - OLD) * record.noise
-            found["momentum"] = record.momentum or 0.0
+            found.pop("momentum", None)
+            if record.momentum is not None and record.momentum < 1:  # float32 may have rounded it
+                found["momentum"] = record.momentum
         n = record.workers
         if "noise" not in found or record.drift is None or n < 2 or not (lr > 0 and record.lr > 0):
             return found
         # Of the workers' common expectation, from which their mean is off by a share of 1/n.
         drift, steps = record.drift * n / (n - 1), _planned(learned, record.round)
-        if expected := record.lr**2 * found["noise"] * _noisy_steps(steps, found):
-            excess = min(MOST_EXCESS, drift / expected)
-            found["excess"] = OLD_EXCESS * found.get("excess", excess) + (1 - OLD_EXCESS) * excess
-        found["systematic"] = max(0.0, 1 - 1 / found["excess"]) if found.get("excess") else 0.0
-        drift *= (1 + (SYSTEMATIC - 1) * found["systematic"]) * (lr / record.lr) ** 2  # at the lr to come
+        excess = self._excess(found, record.lr, drift, steps)
+        found["systematic"] = max(0.0, 1 - CHANCE / excess) if excess else 0.0
+        found["lr"], change = record.lr, lr / record.lr  # at the lr to come:
+        drift *= (1 + (SYSTEMATIC - 1) * found["systematic"]) * change * change
         # The record's noise is s^2 / (1 - m)^2, so that lr / (1 - m) s^2 / L is lr * largest_lr * noise.
         target = self.tolerance * lr * (self.largest_lr or found["largest_lr"]) * found["noise"] / n
         if math.isfinite(drift) and math.isfinite(target):
@@ -109,6 +113,17 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
             wanted = self._next(int(found["period"]), steps, drift, target)
             found |= {"period": float(wanted), "drift": drift, "target": target}
         return found
+
+    def _excess(self, found: dict[str, float], lr: float, drift: float, steps: int) -> float:
+        """How many times as large as noise explains the drift has been lately, with that of a round of so many steps
+        that ended at this lr; 0: that is not known."""
+        if not {"own_momentum", "momentum"} <= found.keys():
+            return 0.0
+        expected = lr * lr * found["noise"] * _noisy_steps(steps, found["momentum"], own=found["own_momentum"] > 0)
+        if expected > 0 and 0.9 < found.get("lr", lr) / lr < 1.1:  # the lr was about the same in the whole round
+            now = min(MOST_EXCESS, drift / expected)
+            found["excess"] = OLD_EXCESS * found.get("excess", now) + (1 - OLD_EXCESS) * now
+        return found.get("excess", 0.0)
 
     def _next(self, period: int, measured: int, drift: float, target: float) -> int:
         """``measured``: the period that had this drift; rounds of another ``period`` may be under way by now."""
@@ -125,18 +140,18 @@ def _planned(learned: Mapping[str, float], round: int) -> int:
     return int(learned.get("period" if round >= learned.get("since", 1) else "before", 1))
 
 
-def _noisy_steps(steps: int, learned: Mapping[str, float]) -> float:
+def _noisy_steps(steps: int, m: float, *, own: bool) -> float:
     """How many gradients' noise a round of so many steps is worth, each moving a model as far as it does in the end:
     noise alone parts the workers by lr^2 noise times this.
 
-    With momentum m the j-th gradient from the end has moved by 1 - m^j of that. If workers keep their own momentum, a
-    round begins with the noise of those before it, of variance 1 / (1 - m^2), of which m (1 - m^K) is to come.
+    With momentum m the j-th gradient from the end has moved by 1 - m^j of that. If workers keep their ``own`` momentum,
+    a round begins with the noise of those before it, of variance 1 / (1 - m^2), of which m (1 - m^K) is to come.
 
-    >>> _noisy_steps(3, {})
+    >>> _noisy_steps(3, 0.0, own=True)
     3.0
-    >>> _noisy_steps(2, {"momentum": 0.5}), _noisy_steps(1, {"momentum": 0.5, "own_momentum": 1.0})
-    (0.8125, 0.3333333333333333)
+    >>> _noisy_steps(2, 0.5, own=False), round(_noisy_steps(1, 0.5, own=True), 6)
+    (0.8125, 0.333333)
     """
-    m = learned.get("momentum", 0.0)
-    within = sum((1 - m**j) ** 2 for j in range(1, steps + 1))
-    return within + learned.get("own_momentum", 0.0) * (m * (1 - m**steps)) ** 2 / (1 - m**2)
+    left = m**steps
+    within = steps - 2 * m * (1 - left) / (1 - m) + m**2 * (1 - left**2) / (1 - m**2)  # sum_j (1 - m^j)^2
+    return within + own * (m * (1 - left)) ** 2 / (1 - m**2)

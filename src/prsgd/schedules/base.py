@@ -81,7 +81,8 @@ class Learns(Schedule):
     have run out of data, so that all workers' rounds stay alike. For that ``learn`` may go by ``round``, ``workers``,
     ``drift``, ``loss``, ``samples``, ``noise``, ``momentum`` and ``lr`` (the workers' mean at that average), which are
     the same in every process; ``step``, ``period`` and ``overlap`` are a process's own, and 0 where its workers had no
-    data. What is known in the beginning is ``own_momentum``: 1 if workers keep theirs at an average, else 0.
+    data. In the beginning ``own_momentum`` is known: 1 if workers keep theirs at an average, else 0; unless the
+    averaging lets workers start apart or count differently.
     """
 
     def learn(self, learned: Mapping[str, float], record: Record, lr: float) -> Mapping[str, float]:
