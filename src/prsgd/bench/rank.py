@@ -99,8 +99,9 @@ def main() -> None:
 
 
 def parts_of(local: prsgd.LocalSGD, steps: int) -> dict[str, float]:
-    """Of the averages in the newest so many steps whose records are complete."""
-    records = [record for record in local.records if record.step > local.step - steps]
+    """Of the averages in the newest so many steps whose records are complete, or of the newest such one before."""
+    newest = [record for record in local.records if record.step > local.step - steps]
+    records = newest or list(local.records)[-1:]
     return {part: median(getattr(record, f"{part}_seconds") for record in records) for part in PARTS if records}
 
 
