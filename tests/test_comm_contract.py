@@ -13,6 +13,7 @@ from torch import Tensor
 
 import prsgd
 from prsgd.comm.joining import current
+from prsgd.comm.torch_distributed import SWAPPED_BYTES
 from tests.ranks import run_ranks, try_ranks
 
 
@@ -89,6 +90,24 @@ def test_contract(num_workers: int, processes: int, shape: str) -> None:
         summed = ring if shape == "all-reduce" else (16, 16 * (num_workers - 1))
         sent = round((num_workers - 1) * ((6 * 16 + 6 * 8) / num_workers + 4))
         assert f["bytes"] == [summed, 32 * (num_workers - 1), 16, (sent, 2)]
+
+
+def rank_sum(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Sums of several sizes and dtypes, all under way at once, each beside what this rank brought."""
+    comm, generator = prsgd.TorchDistributed(), torch.Generator().manual_seed(rank)
+    sizes = [1, 5, 5, SWAPPED_BYTES // 8, SWAPPED_BYTES // 8 + 1, 5]
+    brought = [torch.randn(size, dtype=torch.float64, generator=generator) for size in sizes]
+    brought += [torch.randn(7, generator=generator), torch.arange(3) + rank]
+    works = [comm.all_reduce(flat.clone()) for flat in brought]
+    found = [(work.wait(30), flat) for work, flat in zip(works, brought)]
+    comm.close()
+    return found
+
+
+def test_two_processes_sum_alike_by_a_swap_and_by_a_ring() -> None:
+    for (first, a), (second, b) in zip(*run_ranks(rank_sum, 2)):
+        assert torch.equal(first, a + b)
+        assert torch.equal(second, a + b)
 
 
 def test_shape() -> None:

@@ -321,10 +321,18 @@ def rank_raises(rank: int, overlap: int, how: str, shape: str) -> tuple[str, str
 
 @pytest.mark.parametrize("how", ["raise", "exit"])
 @pytest.mark.parametrize(
-    ("overlap", "shape"), [(0, "all-reduce"), (1, "all-reduce"), (4, "all-reduce"), (1, "parameter-server")]
+    ("overlap", "shape", "ranks"),
+    [
+        (0, "all-reduce", 4),
+        (1, "all-reduce", 4),
+        (4, "all-reduce", 4),
+        (1, "parameter-server", 4),
+        (0, "all-reduce", 2),  # who swap
+        (1, "all-reduce", 2),
+    ],
 )
-def test_one_rank_fails_and_all_end(overlap: int, shape: str, how: str) -> None:
-    outcomes = try_ranks(rank_raises, 4, overlap, how, shape)
+def test_one_rank_fails_and_all_end(overlap: int, shape: str, ranks: int, how: str) -> None:
+    outcomes = try_ranks(rank_raises, ranks, overlap, how, shape)
     for rank, (kind, value) in enumerate(outcomes):
         if rank == 1 and how == "exit":
             assert (kind, value) == ("died", 3)

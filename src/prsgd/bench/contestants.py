@@ -12,8 +12,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -102,6 +104,27 @@ def ddp(work: Work, _: Ground, hook: str | None = None) -> Iterator[Step]:
         state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=10)
         model.register_comm_hook(state, powerSGD_hook)
     yield plain(work, optimizer, model)
+
+
+@contextmanager
+def bare(work: Work, ground: Ground) -> Iterator[Step]:
+    """The least that averaging can cost: one sum of the model's numbers as they are, with nothing checked or told."""
+    optimizer = sgd(work)
+    step, steps = plain(work, optimizer), count(1)
+    parameters: list[torch.Tensor] = list(work.model.parameters())
+    flat = torch.empty(sum(p.numel() for p in parameters))
+    parts = [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in parameters]), parameters)]
+
+    def step_and_sum() -> None:
+        step()
+        if next(steps) % ground.period == 0:
+            with torch.no_grad():
+                torch._foreach_copy_(parts, parameters)
+                dist.all_reduce(flat)
+                flat.div_(ground.ranks)
+                torch._foreach_copy_(parameters, parts)
+
+    yield step_and_sum
 
 
 @contextmanager
@@ -196,6 +219,7 @@ CONTESTANTS = {
     "ddp": Contestant("torch's DistributedDataParallel", ddp, every_step=True),
     "ddp-bf16": Contestant("the same, gradients in bfloat16", partial(ddp, hook="bf16"), every_step=True),
     "ddp-powersgd": Contestant("the same, gradients by PowerSGD", partial(ddp, hook="powersgd"), every_step=True),
+    "bare": Contestant("one bare all-reduce a period: what averaging costs at least", bare),
     "averager": Contestant("torch's PostLocalSGDOptimizer, PeriodicModelAverager", averager),
     "accelerate": Contestant("accelerate's LocalSGD", accelerate, package="accelerate"),
     "torchft": Contestant("torchft's LocalSGD", torchft, package="torchft"),
