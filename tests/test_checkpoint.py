@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from prsgd.errors import CheckpointError
-from prsgd.lab.checkpoint import KEEP, Checkpoints, fingerprint, newest_common, write
+from prsgd.lab.checkpoint import Checkpoints, fingerprint, newest_common
+from prsgd.saving.states import KEEP, write
 
 STATE: dict[str, Any] = {
     "step": 7,
@@ -39,7 +40,7 @@ def alike(a: Any, b: Any) -> bool:
 def test_what_comes_back_is_what_was_saved(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(7, STATE)
-    assert checkpoints.steps() == [7]
+    assert checkpoints.whole() == [7]
     assert alike(checkpoints.load(7), STATE)
 
 
@@ -53,7 +54,7 @@ def test_the_last_ones_are_kept_for_each_rank(tmp_path: Path) -> None:
     for step in range(10, 15):
         for checkpoints in ranks:
             checkpoints.save(step, {"step": step})
-    assert [c.steps() for c in ranks] == [list(range(15 - KEEP, 15))] * 2
+    assert [c.whole() for c in ranks] == [list(range(15 - KEEP, 15))] * 2
     assert ranks[1].load(14) == {"step": 14}
 
 
@@ -80,10 +81,10 @@ def test_a_damaged_one_is_named_and_the_previous_used(tmp_path: Path, kind: str)
         checkpoints.save(step, {"x": torch.ones(3) * step})
     damage(tmp_path, kind)
     with pytest.warns(UserWarning, match="step-00000002.*it is passed over"):
-        assert checkpoints.steps() == [1]
+        assert checkpoints.whole() == [1]
     (tmp_path / "checkpoints" / "step-00000001" / "rank-0.json").write_text("x")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
-        checkpoints.steps(on_damage=lambda _: None)
+        checkpoints.whole(on_damage=lambda _: None)
 
 
 def test_an_unfinished_one_is_no_checkpoint(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_an_unfinished_one_is_no_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2):
         checkpoints.save(step, {})
     damage(tmp_path, "unfinished")
-    assert checkpoints.steps() == [1]
+    assert checkpoints.whole() == [1]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_manifests_of_another_kind_are_refused(tmp_path: Path, changes: dict[str
     path = tmp_path / "checkpoints" / "step-00000003" / "manifest-0.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(CheckpointError, match=message):
-        checkpoints.steps()
+        checkpoints.whole()
 
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -133,14 +134,14 @@ def test_what_a_run_does_not_continue_from_is_removed(tmp_path: Path) -> None:
             checkpoints.save(step, {"step": step})
     damage(tmp_path, "bit")
     with pytest.warns(UserWarning, match="passed over"):
-        whole = ranks[0].steps()
+        whole = ranks[0].whole()
     ranks[0].forget_all_but(whole)
-    assert ranks[0].steps() == [1]
-    assert ranks[1].steps() == [1, 2]  # each process removes its own
+    assert ranks[0].whole() == [1]
+    assert ranks[1].whole() == [1, 2]  # each process removes its own
     ranks[1].forget_all_but([1])
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     ranks[0].save(2, {})
-    assert ranks[0].steps() == [1, 2]
+    assert ranks[0].whole() == [1, 2]
 
 
 def test_the_newest_that_all_have() -> None:

@@ -43,6 +43,7 @@ LAYERS = [
     "schedules averaging",
     "replicas",
     "core",
+    "saving",
     "cluster",
     "data tasks",
     "lab",

@@ -46,6 +46,6 @@ def warn_about(configs: Iterable[Config]) -> None:
 
 def check_checkpoints(config: Config, folder: Path) -> None:
     """A CheckpointError if the run in ``folder`` cannot be continued."""
-    steps = [Checkpoints(folder, rank=rank).steps(on_damage=lambda _: None) for rank in range(config.processes)]
+    steps = [Checkpoints(folder, rank=rank).whole(on_damage=lambda _: None) for rank in range(config.processes)]
     if job.find() is None:  # there, other machines may have the others' files
         newest_common(steps, folder)

@@ -18,10 +18,10 @@ import prsgd
 from prsgd import _json, files
 from prsgd import cluster as clusters
 from prsgd.errors import CheckpointError
-from prsgd.lab.checkpoint import write
 from prsgd.lab.config import Config
 from prsgd.lab.feed import class_counts
 from prsgd.records import Summary
+from prsgd.saving.states import write
 
 _KINDS = {files.CONFIG: "run", files.COMPARISON: "comparison"}
 

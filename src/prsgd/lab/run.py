@@ -28,7 +28,7 @@ from prsgd.comm.in_process import InProcess
 from prsgd.core.local_sgd import LocalSGD
 from prsgd.errors import CheckpointError
 from prsgd.lab import methods
-from prsgd.lab.checkpoint import Checkpoints, fingerprint, write
+from prsgd.lab.checkpoint import Checkpoints, fingerprint
 from prsgd.lab.config import Config, lr_at
 from prsgd.lab.evaluate import Look, look_at
 from prsgd.lab.feed import Feed, deal, num_steps
@@ -37,6 +37,7 @@ from prsgd.lab.journal import Journal
 from prsgd.lab.progress import Observer, Progress, Stopped, Tally
 from prsgd.records import Evaluation, Record, Summary
 from prsgd.replicas.fleet import Fleet
+from prsgd.saving.states import write
 from prsgd.tasks.base import Data
 
 
