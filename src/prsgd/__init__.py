@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from prsgd.records import Record
     from prsgd.replicas.fleet import Fleet
+    from prsgd.saving.resumable import resumable
     from prsgd.schedules.auto import auto
     from prsgd.schedules.base import Now, Round, Schedule
     from prsgd.schedules.changing import post_local, quadratic
@@ -92,6 +93,7 @@ _HOME = {
     "probe": "theory.probe",
     "quadratic": "schedules.changing",
     "quantized": "averaging.wires.quantized",
+    "resumable": "saving.resumable",
     "sparse": "averaging.wires.sparse",
     "timed": "schedules.speed",
     "together": "core.several",
@@ -143,6 +145,7 @@ __all__ = [
     "probe",
     "quadratic",
     "quantized",
+    "resumable",
     "sparse",
     "timed",
     "together",

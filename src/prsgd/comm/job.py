@@ -20,6 +20,8 @@ class Job:
     on_one_machine: bool
     has_store: bool
     """Is there a store that torchrun's agent serves?"""
+    restarts: int = 0
+    """How often torchrun has started all processes anew."""
 
     def environment(self) -> dict[str, str]:
         """The variables that tell a process of it.
@@ -36,6 +38,7 @@ class Job:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_USE_AGENT_STORE": str(self.has_store),
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
         }
 
 
@@ -53,6 +56,7 @@ def find() -> Job | None:
         port=int(env.get("MASTER_PORT", "29500")),
         on_one_machine=address.startswith(_LOOPBACK) or env.get("LOCAL_WORLD_SIZE") == str(size),
         has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 
 

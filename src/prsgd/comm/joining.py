@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in torch's own export list
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in torch's own export list
 
 from prsgd.comm import job
 from prsgd.comm.base import Communicator
@@ -52,7 +52,11 @@ def init(*, backend: str | None = None, timeout_seconds: float = 600.0) -> Commu
             torch.cuda.set_device(ours.local_rank)
         limit = timedelta(seconds=timeout_seconds)
         dist.init_process_group(
-            backend, store=_store(ours, timeout=limit), rank=ours.rank, world_size=ours.size, timeout=limit
+            backend,
+            store=_fresh(_store(ours, timeout=limit), ours),
+            rank=ours.rank,
+            world_size=ours.size,
+            timeout=limit,
         )
     return current(timeout_seconds=timeout_seconds)
 
@@ -62,6 +66,12 @@ def _store(ours: job.Job, *, timeout: timedelta) -> TCPStore:
     if not (serve and ours.on_one_machine):
         return TCPStore(ours.address, ours.port, ours.size, serve, timeout, wait_for_workers=False)
     return loopback_store(ours.port, ours.size, timeout=timeout)
+
+
+def _fresh(store: TCPStore, ours: job.Job) -> Store:
+    """A part of the store that is this start's: torchrun's agent keeps one store over all restarts, in which the last
+    start's addresses would be found."""
+    return PrefixStore(f"prsgd/start-{ours.restarts}", store) if ours.has_store else store
 
 
 def open_store(address: str, *, timeout: timedelta) -> TCPStore:

@@ -228,6 +228,12 @@ class Books:
             "totals": asdict(self.totals),
         }
 
+    def inherit(self, state: Mapping[str, Any]) -> None:
+        """Go on after the rounds of other workers. The numbers of the last one, which travel with the next average, are
+        not known any more, so it has no record."""
+        self.round, self.totals = int(state["round"]), Totals(**state["totals"])
+        self.records = deque([] if state["last"] is None else [_record(state["last"])], KEPT)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(state["pages"]) != len(self.pages):
             raise ValueError(f"the state has {len(state['pages'])} pages for {len(self.pages)} workers")

@@ -22,7 +22,7 @@ from prsgd.core.hiding import Hiding
 from prsgd.core.loop import Loop
 from prsgd.core.noise import GradientNoise
 from prsgd.core.pace import Pace
-from prsgd.core.resuming import check_memory, check_tensor, saved
+from prsgd.core.resuming import check_memory, check_tensor, inherited, saved
 from prsgd.core.roll import Account, Roll
 from prsgd.core.snapshots import Snapshots
 from prsgd.replicas.buffers import Buffers
@@ -110,6 +110,8 @@ class Lane:
         )
         self.loop = Loop(schedule, self.averages, run.clock, check=run.check, lr=run.lr, set_lr=run.set_lr)
         self._clock, self._ids = run.clock, run.roll.ids
+        self._inherited: Mapping[str, Any] = {}
+        """What the averaging remembered over other workers."""
 
     @property
     def paces(self) -> Sequence[Pace]:
@@ -119,7 +121,26 @@ class Lane:
         """All workers have the same model now."""
         rows = self.snapshots.rows
         self.snapshots.buffers.settle(rows.dtype, rows.device)
-        self.averages.memory = self.averages.averaging.init(self.snapshots.row(0), len(self.paces))
+        averaging, point = self.averages.averaging, self.snapshots.row(0)
+        self.averages.memory = averaging.init(point, len(self.paces))
+        if self._inherited:
+            remembered = inherited(self._inherited, self.averages.memory, rows.width)
+            self.averages.memory, self._inherited = averaging.met(remembered, point), {}
+
+    def inherit(self, state: Mapping[str, Any]) -> None:
+        """Go on where other workers were, all from one model: after their rounds, with what they have learned. Who was
+        where in the open round, and what was in flight, is forgotten."""
+        averages = self.averages
+        self.books.inherit(state["books"])
+        self.loop.launches = self.books.round
+        steps = max(int(pace["steps"]) for pace in state["paces"])
+        for pace, account in zip(self.paces, averages.accounts):
+            pace.steps = pace.opened_at = account.seen = account.pooled = steps
+            pace.rounds = self.books.round
+        if averages.hiding is not None and state["hiding"] is not None:
+            averages.hiding.load_state_dict(state["hiding"])
+        averages.learned = {**averages.learned, **{str(n): float(value) for n, value in state["learned"].items()}}
+        averages.mean_lr, self._inherited = float(state["mean_lr"]), dict(state["averaging"])
 
     def show(self, landing: Landing) -> Callable[[], None]:
         """Give the first hosted worker what a look has found; the call that is returned gives back its own."""

@@ -71,6 +71,11 @@ class Lanes:
         for lane, state in zip(self._lanes, states, strict=True):
             lane.load_state_dict(state)
 
+    def inherit(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on where other workers were."""
+        for lane, state in zip(self._lanes, states, strict=True):
+            lane.inherit(state)
+
     def _in_turn(self) -> list[Lane]:
         """From the next one to launch on."""
         return sorted(self._lanes, key=lambda lane: lane.loop.launches)

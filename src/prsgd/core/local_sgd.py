@@ -79,9 +79,10 @@ class LocalSGD:
             comm=comm, clock=clock, timeout_seconds=timeout_seconds, done_timeout_seconds=done_timeout_seconds,
             on_record=on_record, failed=self._failed,
         )  # fmt: skip
+        self.model, self.optimizers = model, tuple(parts.hooks.optimizers)
         self._parts, self._comm, self._clock, self._host = parts, parts.comm, parts.clock, parts.host
         self._roll, self._hooks, self._lanes, self._books = parts.roll, parts.hooks, parts.lanes, parts.books
-        self._phase, self._loaded = "new", False
+        self._phase, self._loaded, self._inherited = "new", False, False
 
     @property
     def step(self) -> int:
@@ -256,9 +257,22 @@ class LocalSGD:
             self._roll.waits = [bool(state["waits"][i]) for i in range(len(self._roll.ids))]
         self._loaded = True
 
+    def inherit(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, one worker's of a run with another number of workers, between the constructor and
+        ``start()``: after its rounds, with what its averaging and its schedule have learned. All workers begin at the
+        model that worker 0 has then, which is best the mean of those workers' models (``prsgd.resumable`` sees to it).
+        """
+        if self._phase != "new":
+            raise UsageError("inherit() comes before start()")
+        with damage_named():
+            check_setup(state["setup"], self._parts.setup, other_workers=True)
+            self._lanes.inherit(state["lanes"])
+        self._inherited = True
+
     def _enter(self) -> None:
         """Alg. 1 line 1: x_i^0 = y-bar."""
-        state = f"a state loaded after {self.launched} averages" if self._loaded else "no state loaded"
+        known = "a state" if self._loaded else "other workers' state" if self._inherited else ""
+        state = f"{known} loaded after {self.launched} averages" if known else "no state loaded"
         enter(self._comm, self._host, self._lanes, [*self._parts.words, state], fresh=not self._loaded)
         self._hooks.hook([lane.loop for lane in self._lanes])
         self._clock.begin()

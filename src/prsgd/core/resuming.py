@@ -21,9 +21,9 @@ def described(part: object) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(part)) if is_dataclass(part) else type(part).__name__
 
 
-def check_setup(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def check_setup(saved: Mapping[str, Any], own: Mapping[str, Any], *, other_workers: bool = False) -> None:
     """Refuse what cannot go on from there, and say what goes on otherwise than it began."""
-    for name in ("workers", "num_parameters", "overlap", "optimizer_state"):
+    for name in ("num_parameters",) if other_workers else ("workers", "num_parameters", "overlap", "optimizer_state"):
         if saved[name] != own[name]:
             words = name.replace("_", " ")
             raise CheckpointError(f"the state is of a run with {words} {saved[name]!r}, this one has {own[name]!r}")
@@ -56,6 +56,18 @@ def check_memory(averaging: Averaging, memory: Memory, fresh: Memory, width: int
             check_tensor(f"averaging {name!r}", memory[name], tuple(value.shape), value.dtype)
         elif type(memory[name]) is not type(value):
             raise CheckpointError(f"the state does not fit: averaging {name!r} is {memory[name]!r}")
+
+
+def inherited(memory: Memory, fresh: Memory, width: int) -> dict[str, Any]:
+    """Of what an averaging remembered over other workers, what is of all of them: numbers, and rows of ``width``. What
+    is each worker's own begins as ``fresh`` as in a new run."""
+    kept = {}
+    for name, value in memory.items():
+        row = isinstance(value, Tensor) and value.shape == (width,)
+        known = name in fresh and type(value) is type(fresh[name]) and not isinstance(value, Tensor)
+        if row or known:
+            kept[name] = value
+    return {**fresh, **saved(kept)}
 
 
 def check_tensor(what: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:

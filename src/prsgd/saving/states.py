@@ -113,6 +113,14 @@ class States:
             raise CheckpointError(f"no checkpoint in {self.folder} is whole: {self._remedy}")
         return found
 
+    def forget(self, number: int) -> None:
+        """Remove this one."""
+        self._remove(self._place(number))
+
+    def check(self, number: int) -> None:
+        """Raise a DamagedCheckpointError unless it is whole, and a CheckpointError if it is of a newer format."""
+        self._check(self._place(number))
+
     def said(self, number: int, name: str) -> Any:
         """What the manifest of a whole one says."""
         return _json.parse((self._place(number) / self._manifest).read_bytes()).get(name)

@@ -1,0 +1,136 @@
+"""Which states there are, and from which the workers go on: all choose alike, and no machine need see all files."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from prsgd import _json
+from prsgd.comm.base import Communicator
+from prsgd.errors import CheckpointError
+from prsgd.saving.states import DamagedCheckpointError, States
+
+
+class Kept(NamedTuple):
+    """A whole state that a process can read: after which average, of a run of how many workers, of which of them."""
+
+    round: int
+    num_workers: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """The states from which all workers go on."""
+
+    round: int
+    num_workers: int
+    """How many the run had."""
+    exact: bool
+    """Has every worker its own, and are they as many?"""
+    bearers: Mapping[Kept, int]
+    """By state: the first worker now that can read it."""
+
+    @property
+    def num_found(self) -> int:
+        """Of how many workers there are states."""
+        return sum(kept.stop - kept.start for kept in self.bearers)
+
+    def lost(self, num_workers: int) -> str:
+        """What is told where ``num_workers`` go on otherwise than to the last bit."""
+        all_of_them = self.num_found == self.num_workers
+        among = f"{self.num_workers}" if all_of_them else f"{self.num_found} of {self.num_workers}"
+        return (
+            f"after round {self.round} the run goes on from the mean of the states of {among} workers, with "
+            f"{num_workers} now: what each had of its own (momentum, random numbers, an average under way) is lost, "
+            "and it is not the run that it would have been"
+        )
+
+    def forget_newer(self, folder: Path) -> None:
+        """Remove what is newer, and could be taken for a state of this run later. (Others that see it do so too.)"""
+        for round, worker in _all_in(folder):
+            if round > self.round:
+                states_of(folder, worker).forget(round)
+
+
+def forget_strangers(folder: Path, *, before: int, num_workers: int) -> None:
+    """Remove what workers left that are no more, from rounds before this one."""
+    for round, worker in _all_in(folder):
+        if round < before and worker >= num_workers:
+            states_of(folder, worker).forget(round)
+
+
+def states_of(folder: Path, worker: int) -> States:
+    """Of the process whose first worker this was."""
+    return States(folder, numbered="round", owner=("worker", worker), remedy="begin anew in another folder")
+
+
+def find(folder: Path, comm: Communicator, device: torch.device) -> Found | None:
+    """The newest states that are there of all workers that a run had; if there are none, those of most of its workers.
+
+    A collective, after which all have found the same; None: nothing was saved.
+    """
+    kept, damaged = _readable(folder)
+    mine = {"kept": kept, "damaged": damaged, "hosted": [comm.workers.start, comm.workers.stop]}
+    everyones = _gathered(json.dumps(mine).encode(), comm, device)
+    bearers: dict[tuple[int, int], dict[Kept, int]] = {}
+    for now, one in enumerate(everyones):
+        for state in (Kept(*numbers) for numbers in one["kept"]):
+            bearers.setdefault((state.round, state.num_workers), {}).setdefault(state, now)
+    if not bearers:
+        lost = [line for one in everyones for line in one["damaged"]]
+        if lost:
+            raise CheckpointError(f"{lost[0]}, and no other state in {folder} is whole: begin anew in another folder")
+        return None
+    found = [Found(round, workers, False, states) for (round, workers), states in bearers.items()]
+    best = max(found, key=lambda f: (f.num_found == f.num_workers, f.round if _is_all(f) else f.num_found, f.round))
+    own = all([best.round, best.num_workers, *one["hosted"]] in one["kept"] for one in everyones)
+    return Found(best.round, best.num_workers, own and best.num_workers == comm.num_workers, best.bearers)
+
+
+def _is_all(found: Found) -> bool:
+    return found.num_found == found.num_workers
+
+
+def _readable(folder: Path) -> tuple[list[Kept], list[str]]:
+    """The whole states that this process can read, and what is wrong with others. A newer format's is an error."""
+    kept, damaged = [], []
+    for round, worker in sorted(_all_in(folder)):
+        states = states_of(folder, worker)
+        try:
+            states.check(round)
+            num_workers, hosted = (int(states.said(round, name)) for name in ("num_workers", "hosted"))
+        except DamagedCheckpointError as error:
+            damaged.append(str(error))
+            warnings.warn(f"{error}; it is passed over", RuntimeWarning, stacklevel=2)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder} holds no states of prsgd.resumable ({error})") from None
+        else:
+            kept.append(Kept(round, num_workers, worker, worker + hosted))
+    return kept, damaged
+
+
+def _all_in(folder: Path) -> Iterator[tuple[int, int]]:
+    """Round and first worker of all states."""
+    for path in folder.glob("round-*/manifest-*.json"):
+        names = re.fullmatch(r"round-(\d+)/manifest-(\d+)\.json", f"{path.parent.name}/{path.name}")
+        if names is not None:
+            yield int(names[1]), int(names[2])
+
+
+def _gathered(text: bytes, comm: Communicator, device: torch.device) -> list[Any]:
+    """What each worker's process says, by worker: text in tensors, of which nothing is unpickled."""
+    hosted = len(comm.workers)
+    sizes = comm.all_gather(torch.tensor([[len(text)]] * hosted, device=device)).wait().cpu()[:, 0].tolist()
+    page = torch.zeros(max(sizes), dtype=torch.uint8)
+    page[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    pages = comm.all_gather(page.to(device).repeat(hosted, 1)).wait().cpu()
+    return [_json.parse(bytes(row[:size].tolist())) for row, size in zip(pages, sizes)]

@@ -1,0 +1,204 @@
+"""``resumable``: a user's own loop that can be killed and started again, with as many workers or with others."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prsgd._check import whole_number
+from prsgd.core.local_sgd import LocalSGD
+from prsgd.errors import CheckpointError
+from prsgd.replicas.fleet import Fleet
+from prsgd.replicas.optimizers import unwrapped
+from prsgd.saving.finding import Found, find, forget_strangers, states_of
+from prsgd.saving.inheriting import mean_of
+from prsgd.saving.states import Packed
+
+
+class resumable:  # noqa: N801 - a word in the user's sentence
+    """Run ``local`` so that it goes on where it was when its processes are started again, as by ``torchrun
+    --max-restarts=3``: in ``folder`` every worker saves its state at every ``every``-th average, in the background.
+
+    The parts are what is to be saved beside ``local``: the model and its optimizers, and whatever else has a
+    ``state_dict()``, or is a dict of plain values; a dict is updated in place when a state is found.
+
+        with prsgd.resumable("states", local, model=model, optimizer=optimizer, scheduler=scheduler) as run:
+            for x, y in itertools.islice(batches, run.step, None):
+                ...
+                optimizer.step()
+                scheduler.step()
+                run.tick()
+
+    With the same number of workers the run goes on to the last bit (with torch's, numpy's and Python's random numbers),
+    if the folder, which may be each machine's own, holds every worker's state. With another number all begin at the
+    mean of the models that are found, with the mean of their optimizers' states (or fresh ones, with
+    ``optimizer_state="reset"``), the averaging's memory and the round; a warning says so.
+
+    >>> import tempfile, torch, prsgd
+    >>> def train(folder, steps):
+    ...     model = torch.nn.Linear(2, 1)
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2))
+    ...     with prsgd.resumable(folder, local, every=3, model=model, optimizer=optimizer) as run:
+    ...         for _ in range(run.step, steps):
+    ...             optimizer.zero_grad()
+    ...             model(torch.ones(1, 2)).sum().backward()
+    ...             optimizer.step()
+    ...             run.tick()
+    ...     return run.step
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     train(folder, 10), train(folder, 10)
+    (0, 6)
+    """
+
+    def __init__(self, folder: str | Path, local: LocalSGD, *, every: int = 50, **parts: Any) -> None:
+        self._folder, self._local, self._parts = Path(folder), local, parts
+        self._every = whole_number("every", every, at_least=1)
+        _check_parts(local, parts)
+        self.step = 0
+        """Steps that this worker had taken when it was started again; samples of all that ``log`` was told of."""
+        self.samples = 0
+        self.round: int | None = None
+        """The average after which it goes on; None: it begins."""
+        self._writer: threading.Thread | None = None
+        self._not_written: OSError | None = None
+        self._launched = 0
+        self._states = states_of(self._folder, local.comm.workers.start)
+
+    def __enter__(self) -> resumable:
+        local, device = self._local, next(iter(self._local.model.parameters())).device
+        found = find(self._folder, local.comm, device)
+        if found is not None:
+            self._go_on(found, device)
+        local.start()
+        self.step, self._launched = local.step, local.launched
+        self.samples = local.totals.samples
+        if found is not None:
+            self.round = found.round
+            found.forget_newer(self._folder)  # after start(), where all workers have met
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            self._local.__exit__(kind, *rest)
+        finally:
+            self._await_writer()
+
+    def tick(self) -> None:
+        """To be called once between two steps: save, if it is time."""
+        launched = self._local.launched
+        if launched // self._every > self._launched // self._every:
+            self._save(launched)
+        self._launched = launched
+
+    def _save(self, number: int) -> None:
+        self._await_writer()
+        with self._local.paused():
+            state = {
+                "local": self._local.state_dict(),
+                "parts": {name: _state_of(part) for name, part in self._parts.items()},
+                "random": _random_state(),
+            }
+            packed = Packed.of(state)
+        self._writer = threading.Thread(target=self._write, args=(number, packed))
+        self._writer.start()
+
+    def _write(self, number: int, packed: Packed) -> None:
+        comm = self._local.comm
+        try:
+            self._states.write(number, packed, num_workers=comm.num_workers, hosted=len(comm.workers))
+            if comm.workers.start == 0:
+                forget_strangers(self._folder, before=number, num_workers=comm.num_workers)
+        except OSError as error:
+            self._not_written = error
+
+    def _await_writer(self) -> None:
+        """Until the last state is written, which mostly it is. A run does not end because a disk is full."""
+        if self._writer is None:
+            return
+        self._writer.join()
+        self._writer, error = None, self._not_written
+        if error is not None:
+            self._not_written = None
+            warnings.warn(
+                f"worker {self._local.comm.workers.start}: a state was not saved in {self._folder} ({error.strerror}); "
+                "training goes on, and the one before it is kept",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _go_on(self, found: Found, device: torch.device) -> None:
+        if found.exact:
+            state = self._states.load(found.round)
+            self._load(state["parts"])
+            self._local.load_state_dict(state["local"])
+            _restore_random(state["random"])
+            return
+        if isinstance(self._local.model, Fleet):
+            raise CheckpointError(
+                f"the states in {self._folder} are of {found.num_workers} workers in other processes: a Fleet goes on "
+                "with as many workers in as many processes as it had"
+            )
+        state = mean_of(found, self._folder, self._local.comm, device)
+        self._load(state["parts"], fresh_optimizers=state["local"]["setup"]["optimizer_state"] == "reset")
+        self._local.inherit(state["local"])
+        if self._local.comm.workers.start == 0:
+            warnings.warn(found.lost(self._local.comm.num_workers), RuntimeWarning, stacklevel=3)
+
+    def _load(self, states: Mapping[str, Any], *, fresh_optimizers: bool = False) -> None:
+        if set(states) != set(self._parts):
+            raise CheckpointError(
+                f"the states in {self._folder} are of {sorted(states)}, this run has {sorted(self._parts)}"
+            )
+        for name, part in self._parts.items():
+            try:
+                if isinstance(part, torch.optim.Optimizer) and fresh_optimizers:
+                    part.load_state_dict({**states[name], "state": {}})
+                elif isinstance(part, MutableMapping):
+                    part.update(states[name])
+                else:
+                    part.load_state_dict(states[name])
+            except (KeyError, ValueError, RuntimeError, TypeError, IndexError) as error:
+                line = " ".join(str(error).split())
+                raise CheckpointError(f"the state of {name!r} in {self._folder} does not fit: {line}") from None
+
+
+def _check_parts(local: LocalSGD, parts: Mapping[str, Any]) -> None:
+    for name, part in parts.items():
+        stateful = callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+        if not stateful and not isinstance(part, MutableMapping):
+            raise ValueError(f"{name} must have state_dict() and load_state_dict(), or be a dict, got {part!r}")
+    given = {id(unwrapped(part)) for part in parts.values()}
+    if not {id(part) for part in (local.model, *local.optimizers)} <= given:
+        raise ValueError("resumable must be given the model and all optimizers that local trains: model=, optimizer=")
+
+
+def _state_of(part: Any) -> Any:
+    return dict(part) if isinstance(part, MutableMapping) else part.state_dict()
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [kind, keys.tolist(), *rest]
+    return state
+
+
+def _restore_random(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    version, numbers, rest = state["python"]
+    random.setstate((version, tuple(numbers), rest))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))

@@ -1,0 +1,329 @@
+"""``prsgd.resumable``: runs that end at any moment and go on, with as many workers and with others."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import prsgd
+from prsgd.saving.finding import states_of
+from tests.problems import batch
+from tests.ranks import run_ranks
+
+
+class EndedError(Exception):
+    """What a process dies of in these tests."""
+
+
+def network() -> nn.Module:
+    """With all that a state must hold: statistics, random numbers, parameters."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)).double()
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([t.detach().double().flatten() for t in model.state_dict().values()])
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "plain": {"schedule": prsgd.every(2)},
+    "overlap": {"schedule": prsgd.every(3), "overlap": 2},
+    "outer": {"schedule": prsgd.every(2), "averaging": prsgd.outer(0.7, 0.5)},
+    "average": {"schedule": prsgd.every(2), "optimizer_state": "average"},
+    "reset": {"schedule": prsgd.every(2), "optimizer_state": "reset"},
+    "sparse": {"schedule": prsgd.every(2), "averaging": prsgd.sparse(0.3)},
+    "easgd": {"schedule": prsgd.every(2), "averaging": prsgd.easgd()},
+    "growing": {"schedule": prsgd.growing(lr_scale=0.05)},
+    "auto": {"schedule": prsgd.auto(tolerance=40.0), "overlap": 1},
+}
+
+
+def train(
+    folder: Path, parts: str, *, rank: int = 0, steps: int = 24, end: int | None = None, every: int = 2
+) -> dict[str, Any]:
+    """Take ``steps`` in all, or die before step ``end``; returns what there is to compare."""
+    model = network()
+    random.seed(rank)
+    torch.manual_seed(100 + rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.8)
+    noted = {"drawn": [0.0]}
+    local = prsgd.LocalSGD(model, optimizer, **PARTS[parts], timeout_seconds=30.0)
+    held = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "noted": noted}
+    with prsgd.resumable(folder, local, every=every, **held) as run:
+        began = flat(model)
+        for t in range(run.step, steps):
+            if t == end:
+                raise EndedError
+            x, y = batch(rank, t)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            noted["drawn"] = [*noted["drawn"], random.random()]
+            local.log(samples=len(x))
+            optimizer.step()
+            scheduler.step()
+            run.tick()
+    return {
+        "model": flat(model),
+        "began": began,
+        "step": run.step,
+        "round": run.round,
+        "samples": run.samples,
+        "rounds": local.round,
+        "lr": scheduler.get_last_lr(),
+        "drawn": noted["drawn"],
+    }
+
+
+def rank_train(rank: int, folder: Path, parts: str, end: int | None, apart: bool = False) -> dict[str, Any] | str:
+    """``apart``: every worker has a folder of its own, as on machines that share no disk."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            found = train(folder / f"{rank}" if apart else folder, parts, rank=rank, end=end)
+        except (EndedError, prsgd.PeerError) as error:
+            return type(error).__name__
+    return {**found, "said": [str(w.message) for w in said if issubclass(w.category, RuntimeWarning)]}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_one_process_goes_on_to_the_last_bit(parts: str, tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", parts)
+    rounds = [whole["round"]]
+    for end in (9, 16, 19):
+        with pytest.raises(EndedError):
+            train(tmp_path / "broken", parts, end=end)
+    found = train(tmp_path / "broken", parts)
+    assert found["step"] > 0
+    assert found["round"] not in rounds
+    assert torch.equal(found["model"], whole["model"])
+    assert (found["lr"], found["drawn"], found["rounds"]) == (whole["lr"], whole["drawn"], whole["rounds"])
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("parts", PARTS)
+def test_processes_go_on_to_the_last_bit(parts: str, apart: bool, tmp_path: Path) -> None:
+    whole = run_ranks(rank_train, 2, tmp_path / "whole", parts, None)
+    ended = run_ranks(rank_train, 2, tmp_path / "broken", parts, 17, apart)
+    assert set(ended) <= {"EndedError", "PeerError"}
+    found = run_ranks(rank_train, 2, tmp_path / "broken", parts, None, apart)
+    for one, other in zip(found, whole):
+        assert one["step"] > 0
+        assert torch.equal(one["model"], other["model"])
+        assert (one["lr"], one["drawn"], one["rounds"]) == (other["lr"], other["drawn"], other["rounds"])
+        assert one["said"] == []
+
+
+def saved(folder: Path, worker: int, round: int) -> dict[str, Any]:
+    found: dict[str, Any] = states_of(folder, worker).load(round)
+    return found
+
+
+@pytest.mark.parametrize("now", [1, 2, 4])
+@pytest.mark.parametrize("parts", PARTS)
+def test_other_workers_go_on_from_the_mean(parts: str, now: int, tmp_path: Path) -> None:
+    run_ranks(rank_train, 3, tmp_path, parts, 17)
+    [round] = [max(set.intersection(*(set(states_of(tmp_path, worker).whole()) for worker in range(3))))]
+    before = [saved(tmp_path, worker, round) for worker in range(3)]
+    found = run_ranks(rank_train, now, tmp_path, parts, None)
+    models = [state["parts"]["model"] for state in before]
+    mean = torch.cat([torch.stack([m[key].double() for m in models]).mean(0).flatten() for key in models[0]])
+    names = [key for key in models[0] for _ in range(models[0][key].numel())]
+    second = torch.stack([m["1.running_var"].double() + m["1.running_mean"].double() ** 2 for m in models]).mean(0)
+    place = [i for i, name in enumerate(names) if name == "1.running_var"]
+    mean[place] = second - mean[[i for i, name in enumerate(names) if name == "1.running_mean"]] ** 2
+    counted = [i for i, name in enumerate(names) if name == "1.num_batches_tracked"]
+    mean[counted] = models[0]["1.num_batches_tracked"].double()
+    for one in found:
+        assert torch.allclose(one["began"], mean, rtol=1e-12, atol=1e-14)
+        assert torch.equal(one["model"], found[0]["model"])
+        assert one["round"] == round
+        assert one["step"] == before[0]["local"]["lanes"][0]["paces"][0]["steps"]
+        assert one["rounds"] > round
+        assert one["lr"] == found[0]["lr"]
+    said = f"after round {round} the run goes on from the mean of the states of 3 workers, with {now} now: what"
+    assert sum(said in line for one in found for line in one["said"]) == 1
+    if now < 3 and max(states_of(tmp_path, 0).whole()) > round:  # what strangers left is gone with the next state
+        assert list(tmp_path.glob("round-*/*-2.*")) == []
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    """Three workers, then two, then three again: always on from the newest."""
+    run_ranks(rank_train, 3, tmp_path, "outer", 9)
+    run_ranks(rank_train, 2, tmp_path, "outer", 17)
+    [first, second, third] = run_ranks(rank_train, 3, tmp_path, "outer", None)
+    assert first["round"] == second["round"] == third["round"] == 8
+    assert "the mean of the states of 2 workers, with 3 now" in first["said"][0]
+    assert torch.equal(first["model"], third["model"])
+
+
+def test_what_an_averaging_remembers_of_all_stays(tmp_path: Path) -> None:
+    run_ranks(rank_train, 3, tmp_path, "outer", 9)
+    before = saved(tmp_path, 0, 4)["local"]["lanes"][0]["averaging"]
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    local = prsgd.LocalSGD(model, optimizer, **PARTS["outer"])
+    held: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": {}, "noted": {}}
+    run = prsgd.resumable(tmp_path, local, **held)
+    with pytest.warns(RuntimeWarning, match="from the mean of the states of 3 workers, with 1 now"):
+        run.__enter__()
+    after = local.state_dict()["lanes"][0]["averaging"]
+    point = torch.cat([p.detach().flatten() for p in model.parameters()])
+    run.__exit__(None, None, None)
+    assert torch.equal(after["velocity"], before["velocity"])
+    assert torch.equal(after["point"], point)
+
+
+def damage(folder: Path, worker: int, round: int) -> None:
+    path = folder / f"round-{round:08d}" / f"worker-{worker}.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_state_is_passed_over_by_all(tmp_path: Path) -> None:
+    whole = run_ranks(rank_train, 2, tmp_path / "whole", "plain", None)
+    run_ranks(rank_train, 2, tmp_path / "broken", "plain", 17)
+    damage(tmp_path / "broken", 1, 8)
+    found = run_ranks(rank_train, 2, tmp_path / "broken", "plain", None)
+    assert [one["round"] for one in found] == [6, 6]
+    assert [torch.equal(one["model"], other["model"]) for one, other in zip(found, whole)] == [True, True]
+    assert all("worker-1.safetensors is damaged" in one["said"][0] for one in found)
+
+
+def test_no_state_is_whole(tmp_path: Path) -> None:
+    with pytest.raises(EndedError):
+        train(tmp_path, "plain", end=9)
+    for path in tmp_path.glob("round-*/*.json"):
+        path.write_text("{")
+    with (
+        pytest.warns(RuntimeWarning, match="passed over"),
+        pytest.raises(prsgd.CheckpointError, match=r"no other state in .* is whole: begin anew in another folder"),
+    ):
+        train(tmp_path, "plain")
+
+
+def test_a_newer_version(tmp_path: Path) -> None:
+    with pytest.raises(EndedError):
+        train(tmp_path, "plain", end=9)
+    for path in tmp_path.glob("round-*/manifest-*.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(prsgd.CheckpointError, match="has the format 99, this version of prsgd reads up to 1"):
+        train(tmp_path, "plain")
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("outer", r"the state is of a run with mean\(\), this one has outer\(\)"),
+        ("overlap", "the state is of a run with overlap 0, this one has 2"),
+        ("average", "the state is of a run with optimizer state 'keep', this one has 'average'"),
+    ],
+)
+def test_a_folder_of_another_run(other: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(EndedError):
+        train(tmp_path, "plain", end=9)
+    with pytest.raises(prsgd.CheckpointError, match=said):
+        train(tmp_path, other)
+
+
+def test_a_folder_of_another_model(tmp_path: Path) -> None:
+    with pytest.raises(EndedError):
+        train(tmp_path, "plain", end=9)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2))
+    said = r"are of \['model', 'noted', 'optimizer', 'scheduler'\], this run has \['model', 'optimizer'\]"
+    with (
+        pytest.raises(prsgd.CheckpointError, match=said),
+        prsgd.resumable(tmp_path, local, model=model, optimizer=optimizer),
+    ):
+        pass
+    local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2))
+    said = "the state of 'model' in .* does not fit: Error"
+    with (
+        pytest.raises(prsgd.CheckpointError, match=said),
+        prsgd.resumable(tmp_path, local, model=model, optimizer=optimizer, scheduler={}, noted={}),
+    ):
+        pass
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2))
+    with pytest.raises(ValueError, match="must be given the model and all optimizers that local trains"):
+        prsgd.resumable(tmp_path, local, model=model)
+    with pytest.raises(ValueError, match=r"sampler must have state_dict\(\) and load_state_dict\(\), or be a dict"):
+        prsgd.resumable(tmp_path, local, model=model, optimizer=optimizer, sampler=[1, 2])
+    with pytest.raises(ValueError, match="every must be a whole number >= 1, got 0"):
+        prsgd.resumable(tmp_path, local, every=0, model=model, optimizer=optimizer)
+
+
+def rank_without_space(rank: int, folder: Path) -> tuple[list[str], int, list[int]]:
+    """A disk that takes no file above 100 bytes any more, after the first state."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2))
+        with prsgd.resumable(folder, local, every=1, model=model, optimizer=optimizer) as run:
+            for t in range(8):
+                if t == 4:
+                    run._await_writer()
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+                x, y = batch(rank, t)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                run.tick()
+    return [str(w.message) for w in said], local.round, states_of(folder, 0).whole()
+
+
+def test_no_space_left(tmp_path: Path) -> None:
+    [(said, rounds, whole)] = run_ranks(rank_without_space, 1, tmp_path)
+    assert rounds == 4
+    assert whole == [1, 2]
+    assert len(said) == 2
+    assert "a state was not saved in" in said[0]
+    assert "(File too large); training goes on, and the one before it is kept" in said[0]
+    assert list(tmp_path.glob("round-*/.*")) == []
+
+
+def rank_fleet(rank: int, folder: Path, workers: int, end: int | None) -> Any:
+    fleet = prsgd.Fleet(network(), workers, seed=3)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.05, momentum=0.9)
+    local = prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2), timeout_seconds=30.0)
+    try:
+        with prsgd.resumable(folder, local, every=2, model=fleet, optimizer=optimizer) as run:
+            for t in range(run.step, 16):
+                if t == end:
+                    raise EndedError
+                x, y = zip(*(batch(worker, t) for worker in fleet.workers))
+                optimizer.zero_grad()
+                fleet.backward(nn.functional.cross_entropy, x, y)
+                optimizer.step()
+                run.tick()
+    except (EndedError, prsgd.PrsgdError) as error:
+        return f"{type(error).__name__}: {error}"
+    return run.step, flat(fleet.modules[0])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_fleet(processes: int, tmp_path: Path) -> None:
+    whole = run_ranks(rank_fleet, processes, tmp_path / "whole", 5, None)
+    run_ranks(rank_fleet, processes, tmp_path / "broken", 5, 11)
+    found = run_ranks(rank_fleet, processes, tmp_path / "broken", 5, None)
+    for (step, model), (_, unbroken) in zip(found, whole):
+        assert step == 8
+        assert torch.equal(model, unbroken)
+    [said, *_] = run_ranks(rank_fleet, processes, tmp_path / "broken", 6, None)
+    assert "a Fleet goes on with as many workers in as many processes as it had" in said
