@@ -149,7 +149,7 @@ def test_other_workers_go_on_from_the_mean(parts: str, now: int, tmp_path: Path)
         assert one["step"] == before[0]["local"]["lanes"][0]["paces"][0]["steps"]
         assert one["rounds"] > round
         assert one["lr"] == found[0]["lr"]
-    said = f"after round {round} the run goes on from the mean of the states of 3 workers, with {now} now: what"
+    said = f"after round {round} the run goes on from the mean of 3 workers' states, with {now} now: what"
     assert sum(said in line for one in found for line in one["said"]) == 1
     if now < 3 and max(states_of(tmp_path, 0).whole()) > round:  # what strangers left is gone with the next state
         assert list(tmp_path.glob("round-*/*-2.*")) == []
@@ -161,7 +161,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     run_ranks(rank_train, 2, tmp_path, "outer", 17)
     [first, second, third] = run_ranks(rank_train, 3, tmp_path, "outer", None)
     assert first["round"] == second["round"] == third["round"] == 8
-    assert "the mean of the states of 2 workers, with 3 now" in first["said"][0]
+    assert "the mean of 2 workers' states, with 3 now" in first["said"][0]
     assert torch.equal(first["model"], third["model"])
 
 
@@ -173,7 +173,7 @@ def test_what_an_averaging_remembers_of_all_stays(tmp_path: Path) -> None:
     local = prsgd.LocalSGD(model, optimizer, **PARTS["outer"])
     held: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": {}, "noted": {}}
     run = prsgd.resumable(tmp_path, local, **held)
-    with pytest.warns(RuntimeWarning, match="from the mean of the states of 3 workers, with 1 now"):
+    with pytest.warns(RuntimeWarning, match="from the mean of 3 workers' states, with 1 now"):
         run.__enter__()
     after = local.state_dict()["lanes"][0]["averaging"]
     point = torch.cat([p.detach().flatten() for p in model.parameters()])

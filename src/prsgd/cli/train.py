@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prsgd import files
+from prsgd._check import whole_number
 from prsgd.cli.options import RUN, add_place_options, add_run_options, merged, new_folder
 from prsgd.cli.parser import Parser, refusing
 from prsgd.comm import job
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 def add(parser: Parser) -> None:
     add_run_options(parser, several=False)
     parser.add_argument("--seed", "--seeds", dest="seed", type=int, metavar="S", help="of weights and data order (0)")
-    add_place_options(parser)
+    where = add_place_options(parser)
+    where.add_argument(
+        "--max-restarts", type=int, default=0, metavar="R",
+        help="start --processes again, from the last checkpoint, if one fails (0 times)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
                 display.starting(0)
             summary = train(
                 config, folder, observe=lambda progress: display.show(0, progress), should_stop=asked,
-                tensorboard=args.tensorboard,
+                tensorboard=args.tensorboard, max_restarts=args.max_restarts,
             )  # fmt: skip
     except Stopped as stopped:
         if first:
@@ -88,6 +93,10 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
         given["seed"] = given.pop("seeds")
     if args.tensorboard:
         events.check()
+    whole_number("max_restarts", args.max_restarts, at_least=0)
+    ours = job.find()
+    if ours is not None and ours.restarts and args.out is not None and (args.out / files.CONFIG).exists():
+        args.resume, args.out, args.overwrite = args.out, None, False  # what torchrun has started again goes on
     if args.resume is not None:
         if args.out is not None:
             raise ValueError("out and resume are two ways to name the folder: give one of them")
@@ -98,7 +107,6 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
     else:
         config = Config.from_dict(given).resolve()
         folder = args.out or new_folder(f"{config.task}-{config.folder_name}")
-    ours = job.find()
     if ours is not None:  # torchrun has a process count of its own
         config = dataclasses.replace(config, processes=ours.size).resolve()
     check(config)

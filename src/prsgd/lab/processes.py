@@ -15,6 +15,7 @@ from pathlib import Path
 from prsgd import files
 from prsgd.comm import job
 from prsgd.comm.launching import launch
+from prsgd.errors import LaunchError
 from prsgd.lab.config import Config
 from prsgd.lab.progress import Observer, Stopped
 from prsgd.lab.run import run
@@ -33,11 +34,23 @@ def train(
     observe: Observer,
     should_stop: Callable[[], bool],
     tensorboard: bool = False,
+    max_restarts: int = 0,
 ) -> Summary:
-    """Train ``config`` in ``folder``; raises ``Stopped`` if it was asked to stop."""
+    """Train ``config`` in ``folder``; raises ``Stopped`` if it was asked to stop.
+
+    If one of several processes fails, all are started again, up to ``max_restarts`` times, and go on from the newest
+    checkpoint.
+    """
     if config.processes == 1 or job.find() is not None:
         return run(config, folder, observe=observe, should_stop=should_stop, tensorboard=tensorboard)
-    return _train_in_processes(config, folder, observe, should_stop, tensorboard)
+    for left in range(max_restarts, -1, -1):
+        try:
+            return _train_in_processes(config, folder, observe, should_stop, tensorboard)
+        except LaunchError as error:
+            if not left or should_stop():
+                raise
+            warnings.warn(f"{last_line(error)}; all start again ({left} of {max_restarts} left)", stacklevel=2)
+    raise AssertionError("the last one returns or raises")
 
 
 def _train_in_processes(

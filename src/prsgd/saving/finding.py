@@ -46,12 +46,11 @@ class Found:
 
     def lost(self, num_workers: int) -> str:
         """What is told where ``num_workers`` go on otherwise than to the last bit."""
-        all_of_them = self.num_found == self.num_workers
-        among = f"{self.num_workers}" if all_of_them else f"{self.num_found} of {self.num_workers}"
+        among = self.num_found if self.num_found == self.num_workers else f"{self.num_found} of {self.num_workers}"
+        start = "one worker's state" if self.num_found == 1 else f"the mean of {among} workers' states"
         return (
-            f"after round {self.round} the run goes on from the mean of the states of {among} workers, with "
-            f"{num_workers} now: what each had of its own (momentum, random numbers, an average under way) is lost, "
-            "and it is not the run that it would have been"
+            f"after round {self.round} the run goes on from {start}, with {num_workers} now: what each had of its own "
+            "(momentum, random numbers, an average under way) is lost, and it is not the run that it would have been"
         )
 
     def forget_newer(self, folder: Path) -> None:
