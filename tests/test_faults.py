@@ -367,7 +367,7 @@ def rank_late(rank: int, folder: Path) -> str:
 
 def test_the_time_limit_names_round_and_worker(tmp_path: Path) -> None:
     first, second = run_ranks(rank_late, 2, tmp_path)
-    assert first == "AverageTimeout: round 2, worker 0: a peer did not come within 4 s"
+    assert first == "AverageTimeout: round 2, worker 0: worker 1 did not come within 4 s"
     assert second.startswith("PeerError: round 2, worker 1: a peer failed or left")
 
 

@@ -26,11 +26,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from prsgd.comm import sockets
+from prsgd.comm.absence import Absence
 from prsgd.comm.works import Errands, first_line
 from prsgd.errors import PeerError, UsageError
 
 W = TypeVar("W", bound="dist.Work | Future[None]")
 T = TypeVar("T", bound="dist.Work | Future[None] | list[dist.Work]")
+
+SILENCE_SECONDS = 15
+"""How long a machine may not answer before its connections count as lost: a cut cable is noticed by that."""
 
 ENDING_SECONDS = 5.0
 """How long transfers whose sockets were shut may take to fail; they take a millisecond."""
@@ -62,6 +66,9 @@ class Connection:
         self._under_way: list[dist.Work | Future[None]] = []
         self._messages: list[dist.Work] = []
         self._errands = Errands()
+        self._absence: Absence | None = None
+        self.transfers = 0
+        """That were started: the same number is the same transfer in every process."""
         self._closed = False
         self._home = os.getpid(), threading.get_ident()
 
@@ -77,6 +84,7 @@ class Connection:
                 _end_with_the_interpreter()
                 _close_left()
                 self._group = self._open(device, timedelta(seconds=timeout_seconds))
+            self.transfers += 1
             started = launch(self._group)
         except (RuntimeError, dist.DistError) as error:
             raise PeerError(f"{self}: a peer failed or left ({first_line(error)})") from None
@@ -100,6 +108,15 @@ class Connection:
         if self._lost_at is None and sockets.established(self._endpoints) < self._num_links:
             self._lost_at = time.monotonic()
         return 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
+
+    def tell_waiting(self, transfer: int) -> None:
+        """Let the other processes know that this one waits in it."""
+        if self._absence is not None:
+            self._absence.tell(transfer)
+
+    def missing(self, transfer: int) -> list[int]:
+        """The processes that have not come to it, as far as is known."""
+        return [] if self._absence is None else self._absence.missing(transfer)
 
     def close(self) -> None:
         """Leave: whoever is in a transfer with this process fails at once, and so does whoever comes to one."""
@@ -162,6 +179,8 @@ class Connection:
         group.allgather([pages], [page]).wait()
         self._endpoints = frozenset(name for page in pages for name in bytes(page.tolist()).decode().split())
         self._num_links = sockets.established(self._endpoints)
+        sockets.notice_silence(self._endpoints, SILENCE_SECONDS)
+        self._absence = Absence(store, self._process, len(self._ranks))
         return group
 
 

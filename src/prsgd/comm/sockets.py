@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,21 +40,42 @@ def shut(endpoints: Collection[str]) -> None:
     owner closes them.
     """
     for found in _connected(endpoints):
-        with contextlib.suppress(OSError):  # its owner closed it just now, or the peer did
-            _shut(found)
+        with contextlib.suppress(OSError), _same(found) as same:  # its owner closed it just now, or the peer did
+            if same is not None:
+                same.shutdown(socket.SHUT_RDWR)
+
+
+def notice_silence(endpoints: Collection[str], seconds: int) -> None:
+    """Let the system end those connections whose other machine has not answered for so long, as after a cut cable. One
+    whose process is only busy, or stopped, answers all the same."""
+    for found in _connected(endpoints):
+        with contextlib.suppress(OSError), _same(found) as same:
+            if same is None:
+                continue
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (
+                (socket.TCP_KEEPIDLE, seconds // 3),
+                (socket.TCP_KEEPINTVL, max(1, seconds // 6)),
+                (socket.TCP_KEEPCNT, 4),
+                (socket.TCP_USER_TIMEOUT, 1000 * seconds),
+            ):
+                same.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _connected(endpoints: Collection[str]) -> list[_Socket]:
     return [s for s in _sockets() if s.state != _LISTENS and (s.local in endpoints or s.remote in endpoints)]
 
 
-def _shut(found: _Socket) -> None:
+@contextlib.contextmanager
+def _same(found: _Socket) -> Iterator[socket.socket | None]:
+    """The socket itself; None if it was closed meanwhile, and the number is another file's."""
     duplicate = os.dup(found.fd)
-    if str(os.fstat(duplicate).st_ino) != found.inode:  # closed meanwhile, and the number is another file's
+    if str(os.fstat(duplicate).st_ino) != found.inode:
         os.close(duplicate)
+        yield None
         return
     with socket.socket(fileno=duplicate) as same:
-        same.shutdown(socket.SHUT_RDWR)
+        yield same
 
 
 def _sockets() -> list[_Socket]:

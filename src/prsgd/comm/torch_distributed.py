@@ -159,6 +159,20 @@ class TorchDistributed(Communicator):
         """For how long it has been known that a peer's end is gone; 0: all are there."""
         return self._connection.lost_seconds()
 
+    @property
+    def transfers(self) -> int:
+        """How many were started: the same number is the same transfer in every process."""
+        return self._connection.transfers
+
+    def tell_waiting(self, transfer: int) -> None:
+        """Let the others know that this process waits in it."""
+        self._connection.tell_waiting(transfer)
+
+    def absent(self, transfer: int) -> str:
+        """Who has not come to it: "worker 3", or "a peer" if that is not known."""
+        ids = [str(worker) for process in self._connection.missing(transfer) for worker in self._blocks[process]]
+        return f"worker{'s' if len(ids) > 1 else ''} {', '.join(ids)}" if ids else "a peer"
+
     def _start(self, launch: Callable[[dist.ProcessGroup], T], tensor: Tensor) -> T:
         return self._connection.start(launch, tensor.device, self.timeout_seconds)
 

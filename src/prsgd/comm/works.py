@@ -44,6 +44,19 @@ class Wire(Protocol):
         """For how long it has been known that a peer's end is gone; 0: all are there."""
         ...
 
+    @property
+    def transfers(self) -> int:
+        """How many were started: the same number is the same transfer in every process."""
+        ...
+
+    def tell_waiting(self, transfer: int) -> None:
+        """Let the others know that this process waits in it."""
+        ...
+
+    def absent(self, transfer: int) -> str:
+        """Who has not come to it: "worker 3", or "a peer" if that is not known."""
+        ...
+
 
 class UnderWay(ABC, Generic[T]):
     """What is common to work under way: its bytes, its limit, when it began and ended."""
@@ -55,6 +68,7 @@ class UnderWay(ABC, Generic[T]):
         self._started = time.perf_counter()
         self._finished: list[float] = []
         self._error: Exception | None = None
+        self._transfer = comm.transfers
 
     def flight_seconds(self) -> float:
         return (self._finished[0] if self._finished else time.perf_counter()) - self._started
@@ -91,10 +105,13 @@ class UnderWay(ABC, Generic[T]):
     def _watch(self, comm: Wire, come: Callable[[float], bool], limit: float) -> None:
         """Wait until ``come(seconds)`` says that it has; a PeerError if it does not, or cannot any more."""
         deadline = time.monotonic() + limit
-        slice_seconds = 1.0 if comm.is_watched else limit
+        slice_seconds, told = 1.0 if comm.is_watched else limit, False
         while not come(max(0.001, min(slice_seconds, deadline - time.monotonic()))):
+            if not told:
+                comm.tell_waiting(self._transfer)
+                told = True
             if time.monotonic() >= deadline:
-                raise AverageTimeout(f"a peer did not come within {limit:g} s")
+                raise AverageTimeout(f"{comm.absent(self._transfer)} did not come within {limit:g} s")
             lost = comm.lost_seconds()
             if lost > GRACE_SECONDS + max(0.0, time.perf_counter() - self._started - lost):
                 raise PeerError("a peer failed or left (its connection is gone)")
