@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import prsgd
+from prsgd.core import patience
 from tests.problems import batch, model, train_fleet, train_model
 from tests.ranks import LIMIT_SECONDS, run_ranks, try_ranks
 
@@ -369,6 +370,36 @@ def test_the_time_limit_names_round_and_worker(tmp_path: Path) -> None:
     first, second = run_ranks(rank_late, 2, tmp_path)
     assert first == "AverageTimeout: round 2, worker 0: worker 1 did not come within 4 s"
     assert second.startswith("PeerError: round 2, worker 1: a peer failed or left")
+
+
+def rank_hangs(rank: int, folder: Path) -> str:
+    """After some rounds, whose length sets the limit; rounds of this test are shorter than the shortest limit."""
+    patience.SHORTEST = 3.0
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    try:
+        with prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(1)):
+            for t in range(9):
+                if rank == 2 and t == 6:
+                    wait_for(folder / "over")
+                x, y = batch(rank, t)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(x), y).backward()
+                optimizer.step()
+    except prsgd.PeerError as error:
+        (folder / "over").touch()
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def test_a_hung_worker_is_named_by_a_limit_from_the_rounds(tmp_path: Path) -> None:
+    found = run_ranks(rank_hangs, 3, tmp_path)
+    late = [line for line in found if "worker 2 did not come within" in line]
+    assert late, found
+    for line in late:
+        assert line.startswith("AverageTimeout: round 7, worker ")
+        assert "(the longest round so far took " in line
+        assert "timeout_seconds= sets another limit)" in line
 
 
 def rank_early(rank: int) -> int:

@@ -22,6 +22,7 @@ from prsgd.core.hooks import Hooks, SkippedSteps
 from prsgd.core.lane import Lane, Run
 from prsgd.core.lanes import Lanes
 from prsgd.core.noise import GradientNoise
+from prsgd.core.patience import LONGEST
 from prsgd.core.resuming import described
 from prsgd.core.roll import Roll
 from prsgd.core.start import host_of
@@ -73,7 +74,7 @@ def assemble(
     optimizer_state: str,
     comm: Communicator | None,
     clock: Callable[[int], float] | None,
-    timeout_seconds: float,
+    timeout_seconds: float | None,
     done_timeout_seconds: float,
     on_record: Callable[[Record], None] | None,
     failed: Callable[[BaseException], None],
@@ -91,10 +92,11 @@ def assemble(
     if one_of("optimizer_state", optimizer_state, ("keep", "average", "reset")) == "average" and overlap not in (0, 1):
         raise ValueError(f'overlap must be 0 or 1 with optimizer_state="average", got {overlap!r}')
     averaging = averaging or mean()
-    limits = positive("timeout_seconds", timeout_seconds), positive("done_timeout_seconds", done_timeout_seconds)
+    limit = None if timeout_seconds is None else positive("timeout_seconds", timeout_seconds)
+    positive("done_timeout_seconds", done_timeout_seconds)
     own_comm = comm is None and not isinstance(model, Fleet)
     given = comm or (model.comm if isinstance(model, Fleet) else None)
-    used = given or current(timeout_seconds=timeout_seconds)
+    used = given or current(timeout_seconds=limit or LONGEST)
     workers, num_workers = used.workers, used.num_workers
     timekeeper = clock if isinstance(clock, Timekeeper) else WallClock(workers, clock)
     timekeeper.check(num_workers, workers)
@@ -102,8 +104,8 @@ def assemble(
     schedule.check(num_workers, setting.overlap)
     setting.require(averaging)
     host = host_of(model, used)
-    if comm is None:
-        used.timeout_seconds = limits[0]
+    if comm is None and limit is not None:
+        used.timeout_seconds = limit
     optimizers = [unwrapped(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     roll = Roll(workers)
     # A fleet's workers step together; a lone one that skips a step has fewer averages than its neighbours.
@@ -121,8 +123,8 @@ def assemble(
         check=hooks.check,
         skipped=None if skipped is None else skipped.taken,
         noise=hooks.noise,
-        timeout_seconds=limits[0],
-        done_timeout_seconds=limits[1],
+        timeout_seconds=limit,
+        done_timeout_seconds=done_timeout_seconds,
     )
     state = OptimizerState(optimizers, host.rows.workers, mode=optimizer_state)
     buffers = Buffers(host.modules, workers, num_workers)

@@ -23,9 +23,10 @@ from prsgd.core.books import Books
 from prsgd.core.header import Headers
 from prsgd.core.hiding import Hiding
 from prsgd.core.pace import Landed, Pace
+from prsgd.core.patience import Patience
 from prsgd.core.roll import Account, Roll
 from prsgd.core.snapshots import Snapshots
-from prsgd.errors import DivergedError, MismatchError, PeerError
+from prsgd.errors import AverageTimeout, DivergedError, MismatchError, PeerError
 from prsgd.records import Modelled, Record
 from prsgd.replicas.rows import subtract_from
 
@@ -137,7 +138,7 @@ class Averages:
     books: Books
     clock: Timekeeper
     headers: Headers
-    timeout_seconds: float
+    patience: Patience
     done_timeout_seconds: float
     memory: Memory
     """What the averaging remembers."""
@@ -175,11 +176,20 @@ class Averages:
         if average.landing is None:
             began = time.perf_counter()
             with self.named():
-                average.landing = average.work.wait(self.limit_seconds)
+                average.landing = self._patiently(average.work)
             average.wait_seconds += time.perf_counter() - began - average.landing.copy_seconds
             average.copy_seconds += average.landing.copy_seconds
             average.flight_seconds = average.work.flight_seconds()
+            self.patience.arrived()
         return average.landing
+
+    def _patiently(self, work: Work[Landing]) -> Landing:
+        try:
+            return work.wait(self.limit_seconds)
+        except AverageTimeout as error:
+            if self.roll.all_done:
+                raise
+            raise self.patience.explain(error) from None
 
     def note(self, average: Average) -> None:
         """It was an average: keep what the averaging remembers of it, and tell the clock."""
@@ -269,7 +279,7 @@ class Averages:
 
     @property
     def limit_seconds(self) -> float:
-        return self.done_timeout_seconds if self.roll.all_done else self.timeout_seconds
+        return self.done_timeout_seconds if self.roll.all_done else self.patience.seconds
 
     @contextmanager
     def named(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from prsgd.core.hiding import Hiding
 from prsgd.core.loop import Loop
 from prsgd.core.noise import GradientNoise
 from prsgd.core.pace import Pace
+from prsgd.core.patience import Patience
 from prsgd.core.resuming import check_memory, check_tensor, inherited, saved
 from prsgd.core.roll import Account, Roll
 from prsgd.core.snapshots import Snapshots
@@ -50,7 +51,7 @@ class Run:
     set_lr: Callable[[float], None]
     check: Callable[[], None]
     """Raises an error if models or optimizers are no longer what they were."""
-    timeout_seconds: float
+    timeout_seconds: float | None
     done_timeout_seconds: float
     skipped: Callable[[], int] | None = None
     """Steps that the hosted worker skipped since this was last asked, where the averaging has to know."""
@@ -101,7 +102,7 @@ class Lane:
                 skipped=run.skipped,
                 noise=run.noise,
             ),
-            timeout_seconds=run.timeout_seconds,
+            patience=Patience(run.timeout_seconds),
             done_timeout_seconds=run.done_timeout_seconds,
             memory={},
             learn=schedule.learn if isinstance(schedule, Learns) else None,

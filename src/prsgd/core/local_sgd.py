@@ -40,8 +40,8 @@ class LocalSGD:
     - ``optimizer_state`` at an average: "keep" each worker's own, "average" it too (overlap <= 1), or "reset" it.
     - ``comm``: where the workers live; the running torch.distributed group unless given, or this process alone.
     - ``clock``: worker -> seconds, for rounds that end by the clock; or a ``prsgd.cluster.ClusterClock``.
-    - ``timeout_seconds``: how long to wait for an average; ``done_timeout_seconds``: how long a worker that has run
-      out of data waits for the others' next one.
+    - ``timeout_seconds``: how long to wait for an average; 20 times the longest round so far unless given, within 120
+      and 600. ``done_timeout_seconds``: how long a worker that has run out of data waits for the others' next one.
     - ``on_record``: called with each complete ``Record``.
 
     Nothing is communicated before ``start()`` (or ``with``). Leaving the ``with`` block ends the run with one more
@@ -70,7 +70,7 @@ class LocalSGD:
         optimizer_state: str = "keep",
         comm: Communicator | None = None,
         clock: Callable[[int], float] | None = None,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float | None = None,
         done_timeout_seconds: float = 3600.0,
         on_record: Callable[[Record], None] | None = None,
     ) -> None:

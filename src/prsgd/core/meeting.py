@@ -87,7 +87,7 @@ class Meeting:
         header = averages.headers.make(boarded, look=True)
         with averages.named():
             work = averages.averaging.launch(averages.memory, self._comm, boarded.snap, header)
-            landing = self._met(work.wait(averages.timeout_seconds), look=True)
+            landing = self._met(work.wait(averages.patience.longest_seconds), look=True)
         self._settle()
         return landing
 
@@ -146,7 +146,7 @@ class Meeting:
         averages, rows = self._averages, self._averages.snapshots.rows
         hosted = range(len(averages.paces))
         digests = torch.stack([rows.digest(i) for i in hosted])
-        found = self._comm.all_gather(digests).wait(averages.timeout_seconds)
+        found = self._comm.all_gather(digests).wait(averages.patience.longest_seconds)
         if bool((found == found[0]).all()):
             return
         steps = self._summed([float(sum(pace.steps for pace in averages.paces))])
