@@ -292,9 +292,11 @@ def test_no_space_left(tmp_path: Path) -> None:
     [(said, rounds, whole)] = run_ranks(rank_without_space, 1, tmp_path)
     assert rounds == 4
     assert whole == [1, 2]
+    said, [ends] = [[line for line in said if ("records.jsonl" in line) is about] for about in (False, True)]
     assert len(said) == 2
     assert "a state was not saved in" in said[0]
     assert "(File too large); training goes on, and the one before it is kept" in said[0]
+    assert "records.jsonl ends with round" in ends
     assert list(tmp_path.glob("round-*/.*")) == []
 
 
@@ -327,3 +329,19 @@ def test_a_fleet(processes: int, tmp_path: Path) -> None:
         assert torch.equal(model, unbroken)
     [said, *_] = run_ranks(rank_fleet, processes, tmp_path / "broken", 6, None)
     assert "a Fleet goes on with as many workers in as many processes as it had" in said
+
+
+@pytest.mark.parametrize("parts", ["plain", "overlap", "growing"])
+def test_every_record_is_kept_once(parts: str, tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", parts)
+    for end in (9, 16, 19):
+        with pytest.raises(EndedError):
+            train(tmp_path / "broken", parts, end=end)
+    train(tmp_path / "broken", parts)
+    found = [
+        [json.loads(line) for line in (tmp_path / name / "records.jsonl").read_text().splitlines()]
+        for name in ("whole", "broken")
+    ]
+    assert [record["round"] for record in found[0]] == list(range(1, whole["rounds"] + 1))
+    same = ("round", "step", "period", "drift", "lr", "samples", "bytes_sent")
+    assert [[record[key] for key in same] for record in found[1]] == [[r[key] for key in same] for r in found[0]]

@@ -87,7 +87,8 @@ class Books:
     """The records of this process, and the hosted workers' share in the next one."""
 
     def __init__(self, hosted: int, on_record: Callable[[Record], None] | None, *, speaks: bool) -> None:
-        self._on_record, self._speaks = on_record, speaks
+        self.listeners, self._speaks = [] if on_record is None else [on_record], speaks
+        """Called with each complete record."""
         self.pages = [Page() for _ in range(hosted)]
         self.records: deque[Record] = deque(maxlen=KEPT)
         self.totals = Totals()
@@ -160,8 +161,8 @@ class Books:
         self.records.append(record)
         self.totals.add(record)
         self._watch(record)
-        if self._on_record is not None:
-            self._on_record(record)
+        for listener in self.listeners:
+            listener(record)
         return record
 
     def _watch(self, record: Record) -> None:

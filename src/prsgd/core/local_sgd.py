@@ -111,6 +111,10 @@ class LocalSGD:
         ``on_record`` gets every one, and ``totals`` counts all of them."""
         return list(self._books.records)
 
+    def add_listener(self, on_record: Callable[[Record], None]) -> None:
+        """Call it with each complete record too."""
+        self._books.listeners.append(on_record)
+
     @property
     def totals(self) -> Totals:
         """Rounds, bytes, samples and seconds of all averages whose records are complete."""

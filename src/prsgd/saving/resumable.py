@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from prsgd import files
 from prsgd._check import whole_number
 from prsgd.core.local_sgd import LocalSGD
 from prsgd.errors import CheckpointError
@@ -19,6 +20,7 @@ from prsgd.replicas.fleet import Fleet
 from prsgd.replicas.optimizers import unwrapped
 from prsgd.saving.finding import Found, find, forget_strangers, states_of
 from prsgd.saving.inheriting import mean_of
+from prsgd.saving.journal import Journal
 from prsgd.saving.states import Packed
 
 
@@ -37,7 +39,8 @@ class resumable:  # noqa: N801 - a word in the user's sentence
                 run.tick()
 
     With the same number of workers the run goes on to the last bit (with torch's, numpy's and Python's random numbers),
-    if the folder, which may be each machine's own, holds every worker's state. With another number all begin at the
+    if the folder, which may be each machine's own, holds every worker's state. Worker 0 also keeps every record there,
+    in records.jsonl. With another number all begin at the
     mean of the models that are found, with the mean of their optimizers' states (or fresh ones, with
     ``optimizer_state="reset"``), the averaging's memory and the round; a warning says so.
 
@@ -69,11 +72,13 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         """The average after which it goes on; None: it begins."""
         self._writer: threading.Thread | None = None
         self._not_written: OSError | None = None
+        self._journal: Journal | None = None
         self._launched = 0
         self._states = states_of(self._folder, local.comm.workers.start)
 
     def __enter__(self) -> resumable:
         local, device = self._local, next(iter(self._local.model.parameters())).device
+        self._folder.mkdir(parents=True, exist_ok=True)
         found = find(self._folder, local.comm, device)
         if found is not None:
             self._go_on(found, device)
@@ -83,6 +88,9 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         if found is not None:
             self.round = found.round
             found.forget_newer(self._folder)  # after start(), where all workers have met
+        if local.comm.workers.start == 0:
+            self._journal = Journal(self._folder / files.RECORDS, after=local.totals.rounds)
+            local.add_listener(self._journal.write)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -90,6 +98,8 @@ class resumable:  # noqa: N801 - a word in the user's sentence
             self._local.__exit__(kind, *rest)
         finally:
             self._await_writer()
+            if self._journal is not None:
+                self._journal.close()
 
     def tick(self) -> None:
         """To be called once between two steps: save, if it is time."""
