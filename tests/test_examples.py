@@ -45,6 +45,16 @@ def test_own_loop_alone() -> None:
     assert accuracies[-1] > 0.8
 
 
+def test_resumable_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = load("resumable")["main"]
+    main(tmp_path, steps=200, pause_seconds=0)
+    main(tmp_path, steps=400, pause_seconds=0)
+    said = capsys.readouterr().out
+    assert "from step 0 on" in said
+    assert "from step 160 on" in said
+    assert "after 400 steps" in said
+
+
 def test_skipped_steps_under_torchrun() -> None:
     said = torchrun(3, "skipped_steps")
     assert "40 batches, of which GradScaler skipped [3, 13, 23, 33]" in said
