@@ -18,7 +18,7 @@ MOST_EXCESS = 4.0
 """A single drift counts for no more than so many times what noise explains: gradients have outliers."""
 CHANCE = 1.1
 """What chance makes of an excess of 1."""
-SYSTEMATIC = 64.0
+SYSTEMATIC = 96.0
 """How much more drift weighs that noise does not explain."""
 
 
@@ -41,7 +41,7 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
     at most ``longest``, and never lowered while the drift is below its target.
 
     Where workers' data differ, their models part faster than the noise explains, and each in a direction of its own,
-    round after round. That part of the drift does more harm, and weighs 64 times as much: the mean of the workers'
+    round after round. That part of the drift does more harm, and weighs 96 times as much: the mean of the workers'
     gradients is that at the mean of their models plus mean_i H_i (x_i - mean), in which chance averages out and what
     pulls worker i and bends its loss H_i does not. What noise explains is known for SGD with one momentum for all
     parameters, without Nesterov's, and workers that count alike; elsewhere all drift weighs alike.
@@ -66,7 +66,7 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
     (1, True)
     """
 
-    tolerance: float = 1.0
+    tolerance: float = 1.5
     largest_lr: float | None = None
     longest: int = 1024
 
