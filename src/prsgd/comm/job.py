@@ -56,6 +56,11 @@ def find() -> Job | None:
     )
 
 
+def lighthouse() -> str | None:
+    """Where torchft's lighthouse listens, if somebody told."""
+    return os.environ.get("TORCHFT_LIGHTHOUSE")
+
+
 def is_first() -> bool:
     """Does this process speak for its job?"""
     job = find()

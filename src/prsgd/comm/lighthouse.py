@@ -1,0 +1,94 @@
+"""torchft's lighthouse, where workers meet: the one place that imports torchft.
+
+Of torchft this needs the lighthouse alone: ``quorum`` brings those together that call, and ``heartbeat`` tells it for
+whom to wait. Managers, which serve the ranks of a larger replica, and checkpoints, which unpickle, are not used.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from prsgd.comm.quorum import Caller
+from prsgd.errors import PeerError, UsageError
+
+KNOWN = "torchft-nightly>=2026.10.26"
+"""What works."""
+BEAT_SECONDS = 0.1
+"""Between two heartbeats."""
+ASK_SECONDS = 5.0
+"""After which a worker asks again, whoever it waits for."""
+CONNECT_SECONDS = 10.0
+
+
+class Lighthouse:
+    """This process's way to the lighthouse at ``address``, and its heartbeats while ``is_well()``."""
+
+    def __init__(self, address: str, replica: str, is_well: Callable[[], bool]) -> None:
+        self.address, self._replica, self._is_well = address, replica, is_well
+        client = _client_class()
+        try:
+            self._client = client(address, timedelta(seconds=CONNECT_SECONDS))
+        except (RuntimeError, TimeoutError):
+            raise PeerError(f"no lighthouse answers at {address} ({_HOW})") from None
+        self._closed = threading.Event()
+        self._beats = threading.Thread(target=self._beat, daemon=True, name="prsgd-heartbeat")
+        self._beats.start()
+
+    def ask(self, caller: Caller) -> tuple[str, list[Caller]] | None:
+        """Whoever calls now, once all are there for whom the lighthouse waits, and a name for it; None: ask again.
+
+        An OSError: there is no lighthouse.
+        """
+        began = time.monotonic()
+        try:
+            found = self._client.quorum(
+                replica_id=self._replica, timeout=timedelta(seconds=ASK_SECONDS), data=caller.told()
+            )
+        except TimeoutError:
+            return None
+        except RuntimeError as error:
+            if time.monotonic() - began > ASK_SECONDS - 1:
+                return None
+            raise OSError(str(error).splitlines()[0]) from None
+        name = f"{found.quorum_id}.{found.created.seconds}.{found.created.nanos}"
+        return name, [Caller.of(member.data) for member in found.participants]
+
+    def close(self) -> None:
+        """No more heartbeats: the others need not wait."""
+        self._closed.set()
+        if threading.current_thread() is not self._beats:
+            self._beats.join(2.0)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS):
+            if self._is_well():
+                try:
+                    self._client.heartbeat(self._replica, timedelta(seconds=1))
+                except (RuntimeError, TimeoutError):
+                    continue  # whoever asks finds out
+
+
+_HOW = "start one: torchft_lighthouse --bind 127.0.0.1:29510 --min_replicas 1 --heartbeat_timeout_ms 500"
+
+
+def _client_class() -> Any:
+    """torchft's client, or one line that says what is missing."""
+    os.environ.setdefault("RUST_LOG", "warn")  # it tells every quorum on stderr otherwise; read when it is imported
+    try:
+        from torchft.coordination import LighthouseClient
+    except ImportError as error:
+        raise UsageError(f"TorchFT needs torchft ({error}): pip install 'prsgd[elastic]', which is {KNOWN}") from None
+    needed = {"replica_id", "timeout", "data"}
+    try:
+        offered = set(inspect.signature(LighthouseClient.quorum).parameters)
+    except (AttributeError, ValueError):
+        offered = set()
+    if not needed <= offered or not callable(getattr(LighthouseClient, "heartbeat", None)):
+        raise UsageError(f"this torchft's LighthouseClient is none that TorchFT knows: it works with {KNOWN}")
+    return LighthouseClient
