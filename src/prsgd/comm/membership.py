@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -41,6 +42,8 @@ TIMES = 3
 """Others are waited for as long as so many of the last rounds took, and a transfer may take as many times as long."""
 UNKNOWN_SECONDS = 60.0
 """The limit while nothing is known of rounds, or of transfers of this size; and of telling somebody the state."""
+START_SECONDS = 10.0
+"""How long all workers are waited for when a run begins, after the first."""
 CONNECT_SECONDS = 5.0
 ALONE_SECONDS = 5.0
 """How long the lighthouse may be away when the workers' connections are gone too."""
@@ -81,18 +84,26 @@ class Membership:
     """The calls of one worker. ``min_workers`` must be there; ``timeout_seconds`` is given, or goes by the rounds."""
 
     def __init__(
-        self, worker: int, replica: str, lighthouse: str, address: str, min_workers: int, timeout_seconds: float | None
+        self,
+        caller: Caller,
+        lighthouse: str,
+        address: str,
+        *,
+        num_workers: int,
+        min_workers: int,
+        timeout_seconds: float | None,
     ) -> None:
-        self._min_workers, self._given_seconds, self._address = min_workers, timeout_seconds, address
+        self._given_seconds, self._address = timeout_seconds, address
+        self._plan_of = partial(plan, min_workers=min_workers, num_workers=num_workers)
         self._rounds: deque[float] = deque(maxlen=9)
         self._transfers: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=9))
         self._met_at: float | None = None
         self._averaged_at: float | None = None
         self._calling = False
         self._closed = threading.Event()
-        self._lighthouse = Lighthouse(lighthouse, replica, self._is_well)
+        self._lighthouse = Lighthouse(lighthouse, caller.replica, self._is_well)
         self._store = store_at(address, 0, 1, timeout=timedelta(seconds=CONNECT_SECONDS))
-        self._self = Caller(replica, worker, f"{address}:{self._store.port}", "")
+        self._self = replace(caller, store=f"{address}:{self._store.port}")
         self._errands = Errands()
         self._connection: Connection | None = None
         self._plan: Plan | None = None
@@ -150,9 +161,10 @@ class Membership:
                 time.sleep(AGAIN_SECONDS)
                 gone = max(gone, 0 if self._connection is None else self._connection.lost_links())
             own = self._self
+            patience = self.limit_seconds if own.newest else START_SECONDS
             caller = replace(
-                ours, calls=own.calls, newest=own.newest, peers=own.peers, gone=gone,
-                group=own.group, size=own.size, is_tired=time.monotonic() - began > self.limit_seconds,
+                ours, calls=own.calls, newest=own.newest, peers=own.peers, group=own.group, size=own.size, gone=gone,
+                is_tired=time.monotonic() - began > patience,
             )  # fmt: skip
             first_try = False
             try:
@@ -170,7 +182,7 @@ class Membership:
             if asked is None:
                 continue
             name, callers = asked
-            found = plan(name, callers, min_workers=self._min_workers)
+            found = self._plan_of(name, callers)
             if found is not None and found.rank(own.replica) is not None:
                 return found
         raise UsageError("the communicator was closed")

@@ -28,9 +28,9 @@ class Caller:
     replica: str
     """Its process: the worker's id, and what tells it from one before with the same id."""
     worker: int
-    store: str
+    store: str = ""
     """The address of its store."""
-    call: str
+    call: str = ""
     """What it calls, the same for all that may call together; empty: it wants to join."""
     calls: int = 0
     """Calls that it has made with the others."""
@@ -95,14 +95,14 @@ class Plan:
         return next((rank for rank, caller in enumerate(self.callers) if caller.replica == replica), None)
 
 
-def plan(name: str, callers: Sequence[Caller], *, min_workers: int) -> Plan | None:
-    """Who takes part, of those that have met; None: wait for others.
+def plan(name: str, callers: Sequence[Caller], *, min_workers: int, num_workers: int) -> Plan | None:
+    """Who takes part, of those that have met; None: wait for others. All ``num_workers`` are, when a run begins.
 
     >>> two = [Caller(str(i), i, "", "sum", calls=3, newest="x", offers=True, peers=(0, 1, 2)) for i in range(2)]
-    >>> plan("y", two, min_workers=1) is None  # worker 2 may still come
+    >>> plan("y", two, min_workers=1, num_workers=9) is None  # worker 2 may still come
     True
     >>> from dataclasses import replace
-    >>> plan("y", [replace(two[0], gone=1), two[1], Caller("9", 9, "", "")], min_workers=1).members
+    >>> plan("y", [replace(two[0], gone=1), two[1], Caller("8", 8, "", "")], min_workers=1, num_workers=9).members
     (0, 1)
     """
     callers = _one_each(callers)
@@ -110,7 +110,8 @@ def plan(name: str, callers: Sequence[Caller], *, min_workers: int) -> Plan | No
     leaders = _leaders(known) if known else _founders(callers)
     late = [c for c in callers if c not in leaders] if known and all(c.offers for c in leaders) else []
     taking = sorted([*leaders, *late], key=lambda c: c.replica)
-    missing = {peer for c in leaders for peer in c.peers} - {c.worker for c in callers}
+    expected = {peer for c in leaders for peer in c.peers} if known else set(range(num_workers))
+    missing = expected - {c.worker for c in callers}
     if missing and not any(c.is_tired or c.gone >= len(missing) for c in leaders):
         return None
     if len(taking) < min_workers:

@@ -21,7 +21,7 @@ from prsgd.comm import job
 from prsgd.comm.base import Communicator, Done, Missed, Route, Then, Work
 from prsgd.comm.links import bytes_of_sum
 from prsgd.comm.membership import Group, Membership, Run
-from prsgd.comm.quorum import Plan
+from prsgd.comm.quorum import Caller, Plan
 from prsgd.comm.works import Errand
 from prsgd.errors import UsageError
 
@@ -39,7 +39,8 @@ class TorchFT(Communicator):
     - ``num_workers``: the most that are ever there, whose ids are below it; torchrun's WORLD_SIZE unless given.
     - ``worker``: this one's id, which it keeps when it comes back; torchrun's RANK unless given.
     - ``lighthouse``: where it listens, as "127.0.0.1:29510"; the environment's TORCHFT_LIGHTHOUSE unless given.
-    - ``min_workers``: with fewer the run waits, as long as ``LocalSGD(timeout_seconds=)`` allows.
+    - ``min_workers``: with fewer the run waits, as long as ``LocalSGD(timeout_seconds=)`` allows. (When it begins, all
+      ``num_workers`` are waited for, but no longer than 10 s.)
     - ``timeout_seconds``: how long a worker that hangs or is slow may hold the others in a round; three times as long
       as the last rounds took unless given, and at least 1.5 s.
     - ``address``: where the others reach this process; the one by which it reaches the lighthouse unless given, so
@@ -87,9 +88,14 @@ class TorchFT(Communicator):
         self.workers = range(worker, worker + 1)
         self.timeout_seconds = 600.0
         self._members: Sequence[int] = self.workers
-        replica = f"{worker:06d}:{uuid.uuid4().hex}"
-        own = address or _own_address(host, port)
-        self._membership = Membership(worker, replica, f"http://{host}:{port}", own, min_workers, limit)
+        self._membership = Membership(
+            Caller(f"{worker:06d}:{uuid.uuid4().hex}", worker),
+            f"http://{host}:{port}",
+            address or _own_address(host, port),
+            num_workers=self.num_workers,
+            min_workers=min_workers,
+            timeout_seconds=limit,
+        )
         weakref.finalize(self, self._membership.close)
         self._state: Callable[[], Mapping[str, Any]] | None = None
         self._scratch = torch.empty(0)

@@ -39,7 +39,7 @@ class Newcomers:
         theirs."""
         theirs = list(state["alike"])
         if theirs != self._alike:
-            raise MismatchError(difference("this worker", self._alike, "the others", theirs))
+            raise MismatchError(difference("this worker", self._alike, "another", theirs))
         write_model_bytes(self._host.modules, state["model"])
         self._lanes.drop()
         for pace in (pace for lane in self._lanes for pace in lane.paces):

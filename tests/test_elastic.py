@@ -1,0 +1,205 @@
+"""Workers that come and go: real processes, real kills. What is averaged is checked against means by hand."""
+
+from __future__ import annotations
+
+import signal
+import time
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import prsgd
+from tests.crew import Answer, Crew, Died, Quadratic
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="the extra elastic is not installed")
+
+
+def walked(x: float, c: float, steps: int = 4, lr: float = 0.25) -> float:
+    """Where steps of a worker lead from x."""
+    for _ in range(steps):
+        x = x - lr * (x - c)
+    return x
+
+
+def mean(x: float, workers: tuple[int, ...], steps: int = 4) -> float:
+    """Of these workers, after a round that began at x."""
+    return sum(walked(x, c, steps) for c in workers) / len(workers)
+
+
+def near(value: float) -> Any:
+    return pytest.approx(value, rel=1e-14)
+
+
+def ready(crew: Crew, *ids: int, **options: Any) -> dict[int, Answer]:
+    return {worker.id: worker.hear() for worker in crew.start(*ids, **options)}
+
+
+def same(answers: dict[int, Answer]) -> Tensor:
+    """Their model, which must be equal to the last bit."""
+    first, *others = (answer.x for answer in answers.values())
+    assert all(torch.equal(first, x) for x in others)
+    return first
+
+
+def distributed(rank: int, options: dict[str, Any], rounds: int) -> Tensor:
+    model = Quadratic()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    with torch.no_grad():
+        model.x.fill_(10.0 + rank)
+    with prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(4), **options):
+        for _ in range(4 * rounds + 2):
+            optimizer.zero_grad()
+            model(float(rank)).backward()
+            optimizer.step()
+    return model.x.detach()
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": 2, "averaging": prsgd.outer(0.7, 0.5)}], ids=["mean", "outer"])
+def test_without_a_failure_it_is_torch_distributed_to_the_last_bit(options: dict[str, Any]) -> None:
+    with Crew(2, options, min_workers=2) as crew:
+        ready(crew, 0, 1)
+        crew.step(14)
+        found = same(crew.end([0, 1]))
+    assert torch.equal(found, run_ranks(distributed, 2, options, 3)[0])
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_kill_costs_no_round(victim: int) -> None:
+    left = tuple(sorted({0, 1, 2} - {victim}))
+    with Crew(3, {}, min_workers=2) as crew:
+        for answer in ready(crew, 0, 1, 2).values():
+            assert answer.x[0] == 10.0  # of worker 0
+            assert all(end.startswith("0100007F:") for end in answer.listens)  # nothing beyond loopback
+        x = mean(10.0, (0, 1, 2))
+        assert same(crew.step(4))[0] == near(x)
+        crew.step(3)
+        crew.workers[victim].kill()
+        answers = crew.step(1, left)
+        assert same(answers)[0] == near(mean(x, left))
+        assert all(answer.round == 2 for answer in answers.values())
+        ended = crew.end(left)
+        same(ended)
+        assert all(answer.members == [(0, 1, 2), left] for answer in ended.values())
+
+
+def test_two_of_four_are_killed_while_an_average_travels() -> None:
+    with Crew(4, {"overlap": 2}, min_workers=2) as crew:
+        ready(crew, 0, 1, 2, 3)
+        crew.step(5)
+        crew.step(1, [1, 2, 3])  # the average of the second round has left, and waits for worker 0
+        crew.workers[0].kill()
+        crew.workers[2].kill()
+        crew.step(6, [1, 3])
+        ended = crew.end([1, 3])
+        same(ended)
+        # What worker 2 brought is not counted: no sum was made before it was gone.
+        assert ended[1].members == [(0, 1, 2, 3), (1, 3), (1, 3), (1, 3)]
+
+
+def test_a_worker_joins_and_counts_from_its_next_round() -> None:
+    with Crew(3, {"averaging": prsgd.outer(0.5, 0.5, nesterov=False)}, min_workers=2) as crew:
+        ready(crew, 0, 1, lr=0.125, start_seconds=2.0)
+        crew.step(4)
+        (worker,) = crew.start(2, lr=0.5)
+        time.sleep(0.5)  # it asks, and waits for the average of the others
+        answers = crew.step(4, [0, 1])
+        answers[2] = worker.hear()
+        x = same(answers)
+        assert [answers[i].round for i in range(3)] == [2, 2, 2]
+        assert answers[2].lr == 0.125
+        assert answers[2].step == 0
+        # x <- x - lr u, with u <- momentum u + (x - mean): the newcomer knows x and u.
+        begin, velocity, past = 10.0, 0.0, [10.0]
+        for members in ((0, 1), (0, 1), (0, 1, 2)):
+            average = sum(walked(begin, c, lr=0.125) for c in members) / len(members)
+            velocity = 0.5 * velocity + begin - average
+            begin -= 0.5 * velocity
+            past.append(begin)
+        assert x[0] == near(past[2])
+        assert same(crew.step(4))[0] == near(past[3])
+        same(crew.end([0, 1, 2]))
+
+
+def test_a_worker_that_was_killed_comes_back_as_another_process() -> None:
+    with Crew(2, {"overlap": 1}, min_workers=1) as crew:
+        ready(crew, 0, 1)
+        crew.step(4)
+        crew.workers[1].kill()
+        crew.step(4, [0])
+        (again,) = crew.start(1)
+        time.sleep(0.5)
+        crew.workers[0].send(4)
+        again.hear()
+        crew.workers[0].hear()
+        crew.step(8)
+        ended = crew.end([0, 1])
+        same(ended)
+        assert ended[0].members[:3] == [(0, 1), (0,), (0,)]
+        assert ended[0].members[-1] == (0, 1)
+
+
+def test_a_worker_that_hangs_is_left_out_and_comes_back_by_itself() -> None:
+    with Crew(3, {"averaging": prsgd.outer(0.7, 0.5)}, min_workers=1) as crew:
+        ready(crew, 0, 1, 2)
+        for _ in range(4):
+            crew.step(4)
+        crew.workers[1].signal(signal.SIGSTOP)
+        crew.workers[1].send(4)
+        answers = crew.step(4, [0, 2])
+        assert max(answer.seconds for answer in answers.values()) < 10
+        crew.step(4, [0, 2])
+        crew.workers[1].signal(signal.SIGCONT)
+        time.sleep(0.5)  # it ends its round of long ago, and finds that the others are ahead
+        answers = crew.step(4, [0, 2])
+        answers[1] = crew.workers[1].hear()
+        same(answers)
+        assert {answer.round for answer in answers.values()} == {7}
+        same(crew.step(4))
+        ended = crew.end([0, 1, 2])
+        same(ended)
+        assert ended[0].members[4:] == [(0, 2)] * 3 + [(0, 1, 2)]
+
+
+def test_below_min_workers_the_run_waits() -> None:
+    with Crew(2, {}, min_workers=2) as crew:
+        ready(crew, 0, 1)
+        x = same(crew.step(4))
+        crew.workers[1].kill()
+        crew.workers[0].send(4)
+        with pytest.raises(TimeoutError):
+            crew.workers[0].hear(2.5)
+        (again,) = crew.start(1)
+        answers = {1: again.hear(), 0: crew.workers[0].hear()}
+        assert same(answers)[0] == near(walked(float(x[0]), 0))
+        assert same(crew.step(4))[0] == near(mean(float(answers[0].x[0]), (0, 1)))
+        same(crew.end([0, 1]))
+
+
+def test_below_min_workers_for_too_long_is_an_error() -> None:
+    with Crew(2, {"timeout_seconds": 2.0}, min_workers=2) as crew:
+        ready(crew, 0, 1)
+        crew.step(4)
+        crew.workers[1].kill()
+        with pytest.raises(Died, match=r"AverageTimeout: round 2, worker 0: .* 2 s"):
+            crew.step(4, [0])
+
+
+def test_without_the_lighthouse_those_who_are_there_go_on() -> None:
+    with Crew(3, {}, min_workers=1) as crew:
+        ready(crew, 0, 1, 2)
+        x = float(same(crew.step(4))[0])
+        crew.lighthouse.kill()
+        crew.lighthouse.join()
+        for _ in range(3):
+            x = mean(x, (0, 1, 2))
+            assert same(crew.step(4))[0] == near(x)
+        crew.workers[0].kill()
+        for id in (1, 2):
+            crew.workers[id].send(4)
+        for id in (1, 2):
+            with pytest.raises(Died, match=r"PeerError: round 5, .*lighthouse at .* is gone"):
+                crew.workers[id].hear(20)
