@@ -167,6 +167,15 @@ def life(
                 if told == "state":
                     pipe.send_bytes(pickle.dumps((local.state_dict(), model.state_dict())))
                     continue
+                if told == "epoch":
+                    with local.epoch():
+                        pass
+                    pipe.send_bytes(pickle.dumps(_answer(model, local, optimizer, 0.0)))
+                    continue
+                if told == "nan":
+                    with torch.no_grad():
+                        model.x.fill_(torch.nan)
+                    continue
                 if told == "look":
                     with local.consensus() as shown:
                         pipe.send_bytes(pickle.dumps(shown.x.detach().clone()))

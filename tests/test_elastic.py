@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ import torch
 from torch import Tensor
 
 import prsgd
+from prsgd.comm import lighthouse, parcel
+from prsgd.comm.quorum import Caller, plan
 from tests.crew import Answer, Crew, Died, Quadratic
 from tests.ranks import run_ranks
 
@@ -184,7 +190,7 @@ def test_below_min_workers_for_too_long_is_an_error() -> None:
         ready(crew, 0, 1)
         crew.step(4)
         crew.workers[1].kill()
-        with pytest.raises(Died, match=r"AverageTimeout: round 2, worker 0: .* 2 s"):
+        with pytest.raises(Died, match=r"AverageTimeout: round 2, worker 0: .* 2 s: 1 workers called, of at least 2"):
             crew.step(4, [0])
 
 
@@ -203,3 +209,189 @@ def test_without_the_lighthouse_those_who_are_there_go_on() -> None:
         for id in (1, 2):
             with pytest.raises(Died, match=r"PeerError: round 5, .*lighthouse at .* is gone"):
                 crew.workers[id].hear(20)
+
+
+def test_epochs_looks_and_models_that_are_not_finite_among_those_who_are_there() -> None:
+    with Crew(3, {}, min_workers=2) as crew:
+        ready(crew, 0, 1, 2)
+        x = float(same(crew.step(4))[0])
+        crew.workers[1].kill()
+        crew.step(1, [0, 2])
+        for id in (0, 2):
+            crew.workers[id].send("look")
+        for id in (0, 2):
+            assert crew.workers[id].hear()[0] == near(mean(x, (0, 2), steps=1))
+        crew.step(1, [0])  # and worker 2 has fewer batches
+        for id in (0, 2):
+            crew.workers[id].send("epoch")
+        answers = {id: crew.workers[id].hear() for id in (0, 2)}
+        x = (walked(x, 0, steps=2) + walked(x, 2, steps=1)) / 2
+        assert same(answers)[0] == near(x)
+        crew.step(3, [0, 2])
+        crew.workers[2].send("nan")
+        assert same(crew.step(1, [0, 2]))[0] == near(walked(x, 0))
+
+
+def test_a_worker_dies_while_the_others_wait_for_its_last_batches() -> None:
+    with Crew(3, {}, min_workers=1) as crew:
+        ready(crew, 0, 1, 2)
+        x = float(same(crew.step(4))[0])
+        crew.step(2)
+        for id in (0, 1):
+            crew.workers[id].send("end")
+        time.sleep(0.3)
+        crew.workers[2].kill()
+        assert same({id: crew.workers[id].hear() for id in (0, 1)})[0] == near(mean(x, (0, 1), steps=2))
+
+
+def test_a_saved_run_goes_on_and_who_has_no_state_joins_it() -> None:
+    options = {"averaging": prsgd.outer(0.7, 0.5), "overlap": 1}
+    with Crew(3, options, min_workers=2) as crew:
+        ready(crew, 0, 1, 2)
+        crew.step(7)
+        states = {}
+        for id in range(3):
+            crew.workers[id].send("state")
+            states[id] = crew.workers[id].hear()
+        crew.step(9)
+        whole = same(crew.end([0, 1, 2]))
+    with Crew(3, options, min_workers=2) as crew:
+        for id in range(3):
+            crew.start(id, state=states[id])
+        assert all(worker.hear().round == 1 for worker in crew.workers.values())
+        crew.step(9)
+        assert torch.equal(same(crew.end([0, 1, 2])), whole)
+    with Crew(3, options, min_workers=2) as crew:
+        for id in range(2):
+            crew.start(id, state=states[id], start_seconds=2.0)
+        for id in range(2):
+            crew.workers[id].hear()
+        (fresh,) = crew.start(2)
+        time.sleep(0.5)
+        crew.step(5, [0, 1])
+        assert fresh.hear().round == 3
+        crew.step(4)
+        same(crew.end([0, 1, 2]))
+
+
+def test_a_worker_with_another_model_is_refused_and_the_others_go_on() -> None:
+    with Crew(3, {}, min_workers=1) as crew:
+        ready(crew, 0, 1, start_seconds=1.0)
+        crew.step(4)
+        (other,) = crew.start(2, model=Wider)
+        time.sleep(0.5)
+        crew.step(4, [0, 1])
+        with pytest.raises(Died, match=r"MismatchError: .*this worker has parameter 'x' \[5\].*another has .*\[3\]"):
+            other.hear()
+        same(crew.step(4, [0, 1]))
+
+
+class Wider(Quadratic):
+    def __init__(self) -> None:
+        super().__init__(5)
+
+
+@pytest.mark.parametrize(
+    ("averaging", "words"),
+    [
+        (prsgd.gossip("ring"), r"one sum, made or not, and gossip"),
+        (prsgd.mean(wire=prsgd.half()), r"one sum, made or not, and mean.*use mean\(\) without a wire"),
+        (prsgd.outer(of=prsgd.mean(wire=prsgd.sparse(0.1))), r"one sum"),
+    ],
+)
+def test_averagings_that_are_more_than_a_sum_are_refused(averaging: Any, words: str) -> None:
+    with Crew(3, {"averaging": averaging}) as crew:
+        (worker,) = crew.start(0)
+        with pytest.raises(Died, match=f"ValueError: .*{words}"):
+            worker.hear()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"min_workers": 5}, r"min_workers must be at most num_workers, .* got 5 of 4"),
+        ({"worker": 4}, r"worker must be .*got 4"),
+        ({"worker": None}, r"num_workers and worker"),
+        ({"lighthouse": "nowhere"}, r'lighthouse must be an address such as "127.0.0.1:29510", got .nowhere.'),
+        ({"lighthouse": None}, r"TORCHFT_LIGHTHOUSE"),
+        ({"timeout_seconds": 0}, r"timeout_seconds must be"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCHFT_LIGHTHOUSE"):
+        monkeypatch.delenv(name, raising=False)
+    given = {"num_workers": 4, "worker": 0, "lighthouse": "127.0.0.1:1", **arguments}
+    with pytest.raises(ValueError, match=words):
+        prsgd.TorchFT(**given)
+
+
+def test_no_lighthouse_and_no_torchft_are_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lighthouse, "CONNECT_SECONDS", 0.2)
+    with pytest.raises(
+        prsgd.PeerError, match=r"no lighthouse answers at http://127.0.0.1:1 .*torchft_lighthouse --bind"
+    ):
+        prsgd.TorchFT(2, worker=0, lighthouse="127.0.0.1:1")
+    unknown = ModuleType("torchft.coordination")
+    unknown.LighthouseClient = type("LighthouseClient", (), {"quorum": print})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchft.coordination", unknown)
+    with pytest.raises(prsgd.UsageError, match=r"none that TorchFT knows: it works with torchft-nightly>=2026.10.26"):
+        prsgd.TorchFT(2, worker=0, lighthouse="127.0.0.1:1")
+    monkeypatch.setitem(sys.modules, "torchft.coordination", None)
+    with pytest.raises(prsgd.UsageError, match=r"pip install 'prsgd\[elastic\]'"):
+        prsgd.TorchFT(2, worker=0, lighthouse="127.0.0.1:1")
+
+
+# Who takes part, of those that have met
+
+
+def at(worker: int, calls: int = 3, newest: str = "a", **others: Any) -> Caller:
+    told = {"call": "sum 3 float32", "offers": True, "peers": (0, 1, 2), **others}
+    return Caller(f"{worker}:x", worker, calls=calls, newest=newest, **told)
+
+
+def taking(*callers: Caller, min_workers: int = 1) -> tuple[tuple[int, ...], list[int]] | None:
+    """Who brings numbers, and the workers that are behind."""
+    found = plan("b", callers, min_workers=min_workers, num_workers=3)
+    return None if found is None else (found.members, [found.callers[rank].worker for rank in found.behind])
+
+
+def test_who_takes_part() -> None:
+    assert taking(at(0), at(1), at(2)) == ((0, 1, 2), [])
+    assert taking(at(0), at(1)) is None
+    assert taking(at(0), at(1, is_tired=True)) == ((0, 1), [])
+    assert taking(at(0), at(1, gone=1)) == ((0, 1), [])
+    assert taking(at(0, gone=1)) is None  # two are missing
+    assert taking(at(0, gone=2)) == ((0,), [])
+    assert taking(at(0, gone=2), min_workers=2) is None
+    assert taking(at(0), at(1), at(2, calls=2)) == ((0, 1), [2])
+    # They went on apart from each other: most of them stay, the other takes over what they have.
+    assert taking(at(0, newest="z"), at(1), at(2)) == ((1, 2), [0])
+    # Nobody comes in where no average is made.
+    assert taking(at(0, offers=False), at(1, offers=False), at(2, calls=2)) == ((0, 1), [])
+    with pytest.raises(prsgd.MismatchError, match="different calls"):
+        taking(at(0), at(1), at(2, call="gather 8"))
+
+
+def test_who_begins_a_run() -> None:
+    new = [Caller(f"{worker}:x", worker) for worker in range(3)]
+    assert taking(*new) == ((0, 1, 2), [])
+    assert taking(*new[:2]) is None
+    assert taking(new[0], replace(new[1], is_tired=True)) == ((0, 1), [])
+    assert taking(*new, at(2)) == ((2,), [0, 1])  # the others began anew, and one process is enough for worker 2
+    loaded = [replace(caller, launched=7) for caller in new[:2]]
+    assert taking(*loaded, new[2]) == ((0, 1), [])
+
+
+def test_what_is_told_travels_as_bytes() -> None:
+    state: dict[str, Any] = {
+        "a": torch.arange(6).view(2, 3),
+        "b": [torch.tensor(1.5, dtype=torch.bfloat16), None, {"c": math.inf}],
+    }
+    words, numbers = parcel.packed(state)
+    assert words.dtype == numbers.dtype == torch.uint8
+    back = parcel.unpacked(words, numbers)
+    assert torch.equal(back["a"], state["a"])
+    assert back["b"][0] == 1.5
+    assert back["b"][1:] == [None, {"c": math.inf}]
+    with pytest.raises(ValueError, match="48 bytes was announced"):
+        parcel.unpacked(words, numbers[:9])

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from prsgd.comm.quorum import Caller
-from prsgd.errors import PeerError, UsageError
+from prsgd.errors import MismatchError, PeerError, UsageError
 
 KNOWN = "torchft-nightly>=2026.10.26"
 """What works."""
@@ -57,7 +57,12 @@ class Lighthouse:
                 return None
             raise OSError(str(error).splitlines()[0]) from None
         name = f"{found.quorum_id}.{found.created.seconds}.{found.created.nanos}"
-        return name, [Caller.of(member.data) for member in found.participants]
+        try:
+            return name, [Caller.of(member.data) for member in found.participants]
+        except (KeyError, TypeError):
+            raise MismatchError(
+                f"others than workers of this library meet at the lighthouse {self.address}: each run needs its own"
+            ) from None
 
     def close(self) -> None:
         """No more heartbeats: the others need not wait."""

@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -93,7 +93,7 @@ class Membership:
         min_workers: int,
         timeout_seconds: float | None,
     ) -> None:
-        self._given_seconds, self._address = timeout_seconds, address
+        self._min_workers, self._given_seconds, self._address = min_workers, timeout_seconds, address
         self._plan_of = partial(plan, min_workers=min_workers, num_workers=num_workers)
         self._rounds: deque[float] = deque(maxlen=9)
         self._transfers: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=9))
@@ -107,6 +107,8 @@ class Membership:
         self._errands = Errands()
         self._connection: Connection | None = None
         self._plan: Plan | None = None
+        self.seen = "nobody called"
+        """Who was there when this worker asked last."""
 
     @property
     def limit_seconds(self) -> float:
@@ -182,10 +184,18 @@ class Membership:
             if asked is None:
                 continue
             name, callers = asked
+            self.seen = self._told_of(callers)
             found = self._plan_of(name, callers)
             if found is not None and found.rank(own.replica) is not None:
                 return found
         raise UsageError("the communicator was closed")
+
+    def _told_of(self, callers: Sequence[Caller]) -> str:
+        """For whoever has waited too long."""
+        own = self._self
+        if any(c.worker == own.worker and c.replica != own.replica for c in callers):
+            return f"another process is worker {own.worker} already"
+        return f"{len(callers)} workers called, of at least {self._min_workers}"
 
     def _without_lighthouse(self, last: Plan, caller: Caller) -> Plan:
         """Nobody knows who else is there: those of the call before go on among themselves, as long as all are."""

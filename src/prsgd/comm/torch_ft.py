@@ -6,6 +6,7 @@ import socket
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +23,8 @@ from prsgd.comm.base import Communicator, Done, Missed, Route, Then, Work
 from prsgd.comm.links import bytes_of_sum
 from prsgd.comm.membership import Group, Membership, Run
 from prsgd.comm.quorum import Caller, Plan
-from prsgd.comm.works import Errand
-from prsgd.errors import UsageError
+from prsgd.comm.works import Errand, Wire
+from prsgd.errors import AverageTimeout, UsageError
 
 T = TypeVar("T")
 
@@ -198,7 +199,7 @@ class TorchFT(Communicator):
                 self._held = held
             raise Missed(met.state)
 
-        return Then(Errand(_Patience(self.timeout_seconds), future, None, bytes_sent), made)
+        return Then(_Call(self._membership, future, self.timeout_seconds, bytes_sent), made)
 
     def _leads(self, plan: Plan) -> bool:
         return self.workers.start in plan.members
@@ -211,9 +212,21 @@ class TorchFT(Communicator):
         return self._scratch
 
 
-class _Patience:
-    """What a call is waited for by: it watches its connections itself."""
+class _Call(Errand[None]):
+    """A call under way, which watches its connections itself."""
 
+    def __init__(self, membership: Membership, future: Future[None], timeout_seconds: float, bytes_sent: int) -> None:
+        super().__init__(_Unwatched(timeout_seconds), future, None, bytes_sent)
+        self._membership = membership
+
+    def _finish(self, comm: Wire, limit: float) -> None:
+        try:
+            super()._finish(comm, limit)
+        except AverageTimeout:
+            raise AverageTimeout(f"no average was made within {limit:g} s: {self._membership.seen}") from None
+
+
+class _Unwatched:
     is_watched = False
 
     def __init__(self, timeout_seconds: float) -> None:

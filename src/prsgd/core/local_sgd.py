@@ -259,7 +259,8 @@ class LocalSGD:
 
     def _enter(self) -> None:
         """Alg. 1 line 1: x_i^0 = y-bar."""
-        entries = alike(self._host, self._lanes, self._parts.words)
+        words = [f"{self._comm.num_workers} workers", *self._parts.words]
+        entries = alike(self._host, self._lanes, words)
         newcomers = Newcomers(entries, self._host, self._lanes, self._hooks)
         told = self._comm.join(self._host.rows.device, self.launched)
         if told is None:
