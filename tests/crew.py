@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 import prsgd
-from prsgd.comm import membership
+from prsgd.comm import lighthouse, membership
 from prsgd.comm.sockets import listening
 from tests.ranks import free_port, warmed
 
 LIMIT_SECONDS = 60.0
-HEARTBEAT_MS = 400
 
 
 class Died(Exception):  # noqa: N818 - what a test waits for
@@ -126,23 +125,12 @@ class Worker:
 
 
 def _lighthouse(port: int) -> None:
-    os.environ["RUST_LOG"] = "error"
-    from torchft.coordination import LighthouseServer
-
-    server = LighthouseServer(
-        bind=f"127.0.0.1:{port}",
-        min_replicas=1,
-        join_timeout_ms=60000,
-        quorum_tick_ms=20,
-        heartbeat_timeout_ms=HEARTBEAT_MS,
-    )
+    _, server = lighthouse.serve("127.0.0.1", port)
     time.sleep(600)
     server.shutdown()
 
 
-def life(
-    pipe: Connection, id: int, num_workers: int, min_workers: int, lighthouse: str, options: dict[str, Any]
-) -> None:
+def life(pipe: Connection, id: int, num_workers: int, min_workers: int, address: str, options: dict[str, Any]) -> None:
     """A worker: takes the steps that it is told to, and tells where it is."""
     torch.set_num_threads(1)
     options = {"schedule": prsgd.every(4), **options}
@@ -153,9 +141,7 @@ def life(
         optimizer = torch.optim.SGD(model.parameters(), lr=options.pop("lr", 0.25))
         with torch.no_grad():
             model.x.fill_(10.0 + id)
-        comm = prsgd.TorchFT(
-            num_workers, worker=id, lighthouse=lighthouse, min_workers=min_workers, timeout_seconds=limit
-        )
+        comm = prsgd.TorchFT(num_workers, worker=id, lighthouse=address, min_workers=min_workers, timeout_seconds=limit)
         local = prsgd.LocalSGD(model, optimizer, comm=comm, **options)
         if state is not None:
             local.load_state_dict(state[0])

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ import prsgd
 from prsgd.comm import lighthouse, parcel
 from prsgd.comm.quorum import Caller, plan
 from tests.crew import Answer, Crew, Died, Quadratic
-from tests.ranks import run_ranks
+from tests.ranks import run_command, run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="the extra elastic is not installed")
 
@@ -331,12 +332,13 @@ def test_no_lighthouse_and_no_torchft_are_one_line_each(monkeypatch: pytest.Monk
         prsgd.PeerError, match=r"no lighthouse answers at http://127.0.0.1:1 .*torchft_lighthouse --bind"
     ):
         prsgd.TorchFT(2, worker=0, lighthouse="127.0.0.1:1")
+    torchft = pytest.importorskip("torchft")
     unknown = ModuleType("torchft.coordination")
     unknown.LighthouseClient = type("LighthouseClient", (), {"quorum": print})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torchft.coordination", unknown)
+    monkeypatch.setattr(torchft, "coordination", unknown)
     with pytest.raises(prsgd.UsageError, match=r"none that TorchFT knows: it works with torchft-nightly>=2026.10.26"):
         prsgd.TorchFT(2, worker=0, lighthouse="127.0.0.1:1")
-    monkeypatch.setitem(sys.modules, "torchft.coordination", None)
+    monkeypatch.setitem(sys.modules, "torchft", None)
     with pytest.raises(prsgd.UsageError, match=r"pip install 'prsgd\[elastic\]'"):
         prsgd.TorchFT(2, worker=0, lighthouse="127.0.0.1:1")
 
@@ -395,3 +397,42 @@ def test_what_is_told_travels_as_bytes() -> None:
     assert back["b"][1:] == [None, {"c": math.inf}]
     with pytest.raises(ValueError, match="48 bytes was announced"):
         parcel.unpacked(words, numbers[:9])
+
+
+PROGRAM = """
+import os, signal, torch, prsgd
+comm = prsgd.TorchFT(min_workers=1)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2), comm=comm) as local:
+    for step in range(12):
+        if step == 5 and comm.workers.start == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+print(local.round, [record.members for record in local.records])
+"""
+
+
+def test_launch_starts_the_lighthouse_and_the_workers(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    done = run_command("launch", "--elastic", "--workers", "2", str(program), cwd=tmp_path, timeout_seconds=90)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "6 [(0, 1), (0, 1), (1,), (1,), (1,), (1,)]\n"
+    assert "worker 0 was killed by SIGKILL; 1 are left" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["train.py"], "without --elastic processes are torchrun's"),
+        (["--elastic", "nothing.py"], "nothing.py: no such file"),
+        (["--elastic", "--workers", "0", "nothing.py"], "workers must be a whole number >= 1, got 0"),
+    ],
+)
+def test_launch_refuses_in_one_line(args: list[str], words: str, tmp_path: Path) -> None:
+    done = run_command("launch", *args, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert words in done.stderr

@@ -82,18 +82,41 @@ class Lighthouse:
 _HOW = "start one: torchft_lighthouse --bind 127.0.0.1:29510 --min_replicas 1 --heartbeat_timeout_ms 500"
 
 
-def _client_class() -> Any:
-    """torchft's client, or one line that says what is missing."""
+def serve(host: str, port: int = 0) -> tuple[str, Any]:
+    """A lighthouse in this process, as workers want it: its address, and what has a ``shutdown``; port 0: a free one.
+
+    Who is silent for half a second is no longer waited for.
+    """
+    try:
+        server = _torchft().LighthouseServer(
+            bind=f"{host}:{port}",
+            min_replicas=1,
+            join_timeout_ms=60_000,
+            quorum_tick_ms=20,
+            heartbeat_timeout_ms=500,
+        )
+    except RuntimeError as error:
+        raise UsageError(f"no lighthouse can listen at {host}:{port} ({error})") from None
+    return f"{host}:{server.address().rpartition(':')[2]}", server
+
+
+def _torchft() -> Any:
+    """torchft's coordination, or one line that says what is missing."""
     os.environ.setdefault("RUST_LOG", "warn")  # it tells every quorum on stderr otherwise; read when it is imported
     try:
-        from torchft.coordination import LighthouseClient
+        from torchft import coordination
     except ImportError as error:
         raise UsageError(f"TorchFT needs torchft ({error}): pip install 'prsgd[elastic]', which is {KNOWN}") from None
+    return coordination
+
+
+def _client_class() -> Any:
+    client: Any = getattr(_torchft(), "LighthouseClient", None)
     needed = {"replica_id", "timeout", "data"}
     try:
-        offered = set(inspect.signature(LighthouseClient.quorum).parameters)
-    except (AttributeError, ValueError):
+        offered = set(inspect.signature(client.quorum).parameters)
+    except (AttributeError, TypeError, ValueError):
         offered = set()
-    if not needed <= offered or not callable(getattr(LighthouseClient, "heartbeat", None)):
+    if not needed <= offered or not callable(getattr(client, "heartbeat", None)):
         raise UsageError(f"this torchft's LighthouseClient is none that TorchFT knows: it works with {KNOWN}")
-    return LighthouseClient
+    return client
