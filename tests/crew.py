@@ -62,9 +62,13 @@ class Crew:
 
     def __enter__(self) -> Crew:
         self.port = free_port()
+        self.light()
+        return self
+
+    def light(self) -> None:
+        """Start the lighthouse, at the place where it always is."""
         self.lighthouse = warmed().Process(target=_lighthouse, args=(self.port,), daemon=True)
         self.lighthouse.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers.values():
@@ -136,6 +140,7 @@ def life(pipe: Connection, id: int, num_workers: int, min_workers: int, address:
     options = {"schedule": prsgd.every(4), **options}
     limit, state = options.pop("limit_seconds", None), options.pop("state", None)
     membership.START_SECONDS = options.pop("start_seconds", membership.START_SECONDS)
+    local: prsgd.LocalSGD | None = None
     try:
         model: nn.Module = options.pop("model", Quadratic)()
         optimizer = torch.optim.SGD(model.parameters(), lr=options.pop("lr", 0.25))
@@ -173,10 +178,17 @@ def life(pipe: Connection, id: int, num_workers: int, min_workers: int, address:
                 pipe.send_bytes(pickle.dumps(_answer(model, local, optimizer, time.monotonic() - began)))
         said = pickle.dumps(_answer(model, local, optimizer, 0.0))
     except BaseException as error:
-        said = pickle.dumps(f"{type(error).__name__}: {error}")
+        said = pickle.dumps(f"{type(error).__name__}: {error}{_saved(error, local)}")
     pipe.send_bytes(said)
     pipe.close()
     os._exit(0)
+
+
+def _saved(error: BaseException, local: prsgd.LocalSGD | None) -> str:
+    """Can the state be saved after the others are lost?"""
+    if local is None or not isinstance(error, prsgd.PeerError):
+        return ""
+    return f", saved after {local.state_dict()['lanes'][0]['books']['round']} rounds"
 
 
 def _answer(model: nn.Module, local: prsgd.LocalSGD, optimizer: torch.optim.Optimizer, seconds: float) -> Answer:

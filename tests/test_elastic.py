@@ -199,17 +199,19 @@ def test_without_the_lighthouse_those_who_are_there_go_on() -> None:
     with Crew(3, {}, min_workers=1) as crew:
         ready(crew, 0, 1, 2)
         x = float(same(crew.step(4))[0])
-        crew.lighthouse.kill()
-        crew.lighthouse.join()
-        for _ in range(3):
+        for _ in range(2):
+            crew.lighthouse.kill()
+            crew.lighthouse.join()
             x = mean(x, (0, 1, 2))
             assert same(crew.step(4))[0] == near(x)
+            crew.light()
+        crew.step(2)
         crew.workers[0].kill()
-        for id in (1, 2):
-            crew.workers[id].send(4)
-        for id in (1, 2):
-            with pytest.raises(Died, match=r"PeerError: round 5, .*lighthouse at .* is gone"):
-                crew.workers[id].hear(20)
+        assert same(crew.step(2, [1, 2]))[0] == near(mean(x, (1, 2)))  # the new one is found
+        crew.lighthouse.kill()
+        crew.workers[1].kill()
+        with pytest.raises(Died, match=r"PeerError: round 5, .*lighthouse at .* is gone.*, saved after 4 rounds"):
+            crew.step(4, [2])
 
 
 def test_epochs_looks_and_models_that_are_not_finite_among_those_who_are_there() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -55,7 +56,8 @@ class Lighthouse:
         except RuntimeError as error:
             if time.monotonic() - began > ASK_SECONDS - 1:
                 return None
-            raise OSError(str(error).splitlines()[0]) from None
+            message = re.search(r'message: "(.*?)"', str(error))
+            raise OSError(message[1] if message else str(error)) from None
         name = f"{found.quorum_id}.{found.created.seconds}.{found.created.nanos}"
         try:
             return name, [Caller.of(member.data) for member in found.participants]

@@ -12,6 +12,7 @@ Everything here happens in a thread of its own, and travels beside the steps of 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import defaultdict, deque
@@ -38,8 +39,9 @@ from prsgd.errors import MismatchError, PeerError, UsageError
 
 FLOOR_SECONDS = 1.5
 """No limit is below that: a machine that is busy with something else takes so long now and then."""
-TIMES = 3
-"""Others are waited for as long as so many of the last rounds took, and a transfer may take as many times as long."""
+TIMES, TRANSFER_TIMES = 3, 5
+"""Others are waited for so many times as long as the last rounds took, and a transfer may take so many times as long as
+the last ones did; twice as long after each that failed."""
 UNKNOWN_SECONDS = 60.0
 """The limit while nothing is known of rounds, or of transfers of this size; and of telling somebody the state."""
 START_SECONDS = 10.0
@@ -140,10 +142,11 @@ class Membership:
         began = time.monotonic()
         self._calling = True
         try:
-            while True:
+            for failures in itertools.count():
                 found = self._meet(ours, began)
+                limit = self._transfer_limit(found) * 2**failures
                 try:
-                    told = self._attempt(found, run, device, state)
+                    told = self._attempt(found, run, device, state, limit)
                 except PeerError:
                     self._drop()
                     continue
@@ -202,7 +205,9 @@ class Membership:
         callers = last.callers
         return Plan(f"{last.name}+", callers, callers, self._self.group, caller.call, self._self.calls)
 
-    def _attempt(self, found: Plan, run: Run, device: torch.device, state: State | None) -> dict[str, Any] | None:
+    def _attempt(
+        self, found: Plan, run: Run, device: torch.device, state: State | None, limit_seconds: float
+    ) -> dict[str, Any] | None:
         own = found.rank(self._self.replica)
         assert own is not None
         connection = self._connected(found, own)
@@ -213,7 +218,7 @@ class Membership:
         elif own in found.behind:
             told = self._listen(Group(connection, device, UNKNOWN_SECONDS), found.source)
         began = time.monotonic()
-        group = Group(connection, device, UNKNOWN_SECONDS if found.behind else self._transfer_limit(found.call))
+        group = Group(connection, device, limit_seconds)
         run(group, found)
         vote = torch.ones(1, dtype=torch.int64, device=device)
         group.do(lambda g: g.allreduce([vote]))
@@ -221,11 +226,13 @@ class Membership:
             self._transfers[found.call].append(time.monotonic() - began)
         return told
 
-    def _transfer_limit(self, call: str) -> float:
+    def _transfer_limit(self, found: Plan) -> float:
         if self._given_seconds is not None:
             return self._given_seconds
-        known = self._transfers[call]
-        return max(FLOOR_SECONDS, TIMES * max(known)) if known else UNKNOWN_SECONDS
+        known = self._transfers[found.call]
+        if found.behind or not known:
+            return UNKNOWN_SECONDS
+        return max(FLOOR_SECONDS, TRANSFER_TIMES * median(known))
 
     def _connected(self, found: Plan, own: int) -> Connection:
         if self._connection is not None and found.group and found.group == self._self.group:

@@ -102,7 +102,7 @@ def assemble(
     schedule.check(num_workers, setting.overlap)
     setting.require(averaging)
     host = host_of(model, used)
-    if comm is None:
+    if comm is None or used.is_elastic:
         used.timeout_seconds = limits[0]
     optimizers = [unwrapped(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     roll = Roll(workers)
