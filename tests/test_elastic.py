@@ -52,6 +52,15 @@ def same(answers: dict[int, Answer]) -> Tensor:
     return first
 
 
+def come_in(crew: Crew, id: int, *others: int) -> tuple[dict[int, Answer], int]:
+    """The others go on, round by round, until this worker is among them; and how many rounds that took."""
+    for rounds in range(1, 100):
+        answers = crew.step(4, others)
+        if crew.workers[id].pipe.poll(0.1):
+            return {**answers, id: crew.workers[id].hear()}, rounds
+    raise AssertionError("it did not come in")
+
+
 def distributed(rank: int, options: dict[str, Any], rounds: int) -> Tensor:
     model = Quadratic()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
@@ -109,25 +118,23 @@ def test_two_of_four_are_killed_while_an_average_travels() -> None:
 
 def test_a_worker_joins_and_counts_from_its_next_round() -> None:
     with Crew(3, {"averaging": prsgd.outer(0.5, 0.5, nesterov=False)}, min_workers=2) as crew:
-        ready(crew, 0, 1, lr=0.125, start_seconds=2.0)
+        ready(crew, 0, 1, lr=0.125, start_seconds=0.5)
         crew.step(4)
-        (worker,) = crew.start(2, lr=0.5)
-        time.sleep(0.5)  # it asks, and waits for the average of the others
-        answers = crew.step(4, [0, 1])
-        answers[2] = worker.hear()
+        crew.start(2, lr=0.5)
+        answers, rounds = come_in(crew, 2, 0, 1)
         x = same(answers)
-        assert [answers[i].round for i in range(3)] == [2, 2, 2]
+        assert [answers[i].round for i in range(3)] == [1 + rounds] * 3
         assert answers[2].lr == 0.125
         assert answers[2].step == 0
         # x <- x - lr u, with u <- momentum u + (x - mean): the newcomer knows x and u.
         begin, velocity, past = 10.0, 0.0, [10.0]
-        for members in ((0, 1), (0, 1), (0, 1, 2)):
+        for members in [*[(0, 1)] * (1 + rounds), (0, 1, 2)]:
             average = sum(walked(begin, c, lr=0.125) for c in members) / len(members)
             velocity = 0.5 * velocity + begin - average
             begin -= 0.5 * velocity
             past.append(begin)
-        assert x[0] == near(past[2])
-        assert same(crew.step(4))[0] == near(past[3])
+        assert x[0] == near(past[-2])
+        assert same(crew.step(4))[0] == near(past[-1])
         same(crew.end([0, 1, 2]))
 
 
@@ -137,11 +144,8 @@ def test_a_worker_that_was_killed_comes_back_as_another_process() -> None:
         crew.step(4)
         crew.workers[1].kill()
         crew.step(4, [0])
-        (again,) = crew.start(1)
-        time.sleep(0.5)
-        crew.workers[0].send(4)
-        again.hear()
-        crew.workers[0].hear()
+        crew.start(1)
+        come_in(crew, 1, 0)
         crew.step(8)
         ended = crew.end([0, 1])
         same(ended)
@@ -160,15 +164,13 @@ def test_a_worker_that_hangs_is_left_out_and_comes_back_by_itself() -> None:
         assert max(answer.seconds for answer in answers.values()) < 10
         crew.step(4, [0, 2])
         crew.workers[1].signal(signal.SIGCONT)
-        time.sleep(0.5)  # it ends its round of long ago, and finds that the others are ahead
-        answers = crew.step(4, [0, 2])
-        answers[1] = crew.workers[1].hear()
+        answers, rounds = come_in(crew, 1, 0, 2)  # it ends its round of long ago: the others are ahead
         same(answers)
-        assert {answer.round for answer in answers.values()} == {7}
+        assert {answer.round for answer in answers.values()} == {6 + rounds}
         same(crew.step(4))
         ended = crew.end([0, 1, 2])
         same(ended)
-        assert ended[0].members[4:] == [(0, 2)] * 3 + [(0, 1, 2)]
+        assert ended[0].members[4:] == [(0, 2)] * (2 + rounds) + [(0, 1, 2)]
 
 
 def test_below_min_workers_the_run_waits() -> None:
@@ -266,26 +268,24 @@ def test_a_saved_run_goes_on_and_who_has_no_state_joins_it() -> None:
         assert torch.equal(same(crew.end([0, 1, 2])), whole)
     with Crew(3, options, min_workers=2) as crew:
         for id in range(2):
-            crew.start(id, state=states[id], start_seconds=2.0)
+            crew.start(id, state=states[id], start_seconds=0.5)
         for id in range(2):
             crew.workers[id].hear()
-        (fresh,) = crew.start(2)
-        time.sleep(0.5)
-        crew.step(5, [0, 1])
-        assert fresh.hear().round == 3
+        crew.step(1)
+        crew.start(2)
+        answers, rounds = come_in(crew, 2, 0, 1)
+        assert answers[2].round == 2 + rounds
         crew.step(4)
         same(crew.end([0, 1, 2]))
 
 
 def test_a_worker_with_another_model_is_refused_and_the_others_go_on() -> None:
-    with Crew(3, {}, min_workers=1) as crew:
-        ready(crew, 0, 1, start_seconds=1.0)
+    with Crew(3, {}, min_workers=2) as crew:
+        ready(crew, 0, 1, start_seconds=0.5)
         crew.step(4)
-        (other,) = crew.start(2, model=Wider)
-        time.sleep(0.5)
-        crew.step(4, [0, 1])
+        crew.start(2, model=Wider)
         with pytest.raises(Died, match=r"MismatchError: .*this worker has parameter 'x' \[5\].*another has .*\[3\]"):
-            other.hear()
+            come_in(crew, 2, 0, 1)
         same(crew.step(4, [0, 1]))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from prsgd._check import whole_number
 from prsgd.cli.parser import Parser, fail, path, refusing
+from prsgd.comm import job
 
 GRACE_SECONDS = 5.0
 """How long processes may take to end once they were told to."""
@@ -37,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
         from prsgd.comm.lighthouse import serve
 
         address, lighthouse = serve("127.0.0.1", port)
-    print(f"lighthouse at {address}; another worker: RANK=0 WORLD_SIZE={workers} TORCHFT_LIGHTHOUSE={address} "
-          f"python {args.script}", file=sys.stderr)  # fmt: skip
+    told = " ".join(f"{name}={value}" for name, value in job.elastic_environment(0, workers, address).items())
+    print(f"prsgd launch: worker 0 again: {told} {sys.executable} {args.script}", file=sys.stderr)
     processes = [_start(worker, workers, address, args) for worker in range(workers)]
     try:
         return _watch(processes)
@@ -48,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _start(worker: int, workers: int, address: str, args: argparse.Namespace) -> subprocess.Popen[bytes]:
-    told = {"RANK": str(worker), "WORLD_SIZE": str(workers), "TORCHFT_LIGHTHOUSE": address}
-    return subprocess.Popen([sys.executable, str(args.script), *args.arguments], env={**os.environ, **told})
+    env = {**os.environ, **job.elastic_environment(worker, workers, address)}
+    return subprocess.Popen([sys.executable, str(args.script), *args.arguments], env=env)
 
 
 def _watch(processes: list[subprocess.Popen[bytes]]) -> int:
