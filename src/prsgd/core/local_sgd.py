@@ -259,7 +259,7 @@ class LocalSGD:
 
     def _enter(self) -> None:
         """Alg. 1 line 1: x_i^0 = y-bar."""
-        words = [f"{self._comm.num_workers} workers", *self._parts.words]
+        words = [*self._parts.words, f"{self._comm.num_workers} workers"]
         entries = alike(self._host, self._lanes, words)
         newcomers = Newcomers(entries, self._host, self._lanes, self._hooks)
         told = self._comm.join(self._host.rows.device, self.launched)
