@@ -45,6 +45,7 @@ WORK = {
     "bench --models mlp --links loopback --contestants prsgd --rounds 1 --period 2": "throughput",
     "data list": "handwritten digits",
     "compare --help": "--seeds",
+    "launch --help": "--elastic",
 }
 """Commands that do not need it, and a part of what they say."""
 NEED = {

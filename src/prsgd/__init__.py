@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from prsgd.comm.joining import init
     from prsgd.comm.launching import launch
     from prsgd.comm.torch_distributed import TorchDistributed
+    from prsgd.comm.torch_ft import TorchFT
     from prsgd.core.local_sgd import LocalSGD
     from prsgd.core.several import epoch, finish, together
     from prsgd.errors import (
@@ -70,6 +71,7 @@ _HOME = {
     "Schedule": "schedules.base",
     "Then": "comm.base",
     "TorchDistributed": "comm.torch_distributed",
+    "TorchFT": "comm.torch_ft",
     "UsageError": "errors",
     "Weights": "averaging.weights",
     "Wire": "averaging.wires.base",
@@ -122,6 +124,7 @@ __all__ = [
     "Schedule",
     "Then",
     "TorchDistributed",
+    "TorchFT",
     "UsageError",
     "Weights",
     "Wire",

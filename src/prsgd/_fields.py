@@ -6,6 +6,7 @@
     Counted              a finite number >= 0
     str                  a text
     tuple[float, ...]    a list of numbers
+    tuple[int, ...]      a list of whole numbers
     ... | None           the same, or null
     Annotated[..., f]    whatever the ``Check`` f lets through
 
@@ -117,7 +118,19 @@ def _numbers(name: str, value: Any, largest: float) -> tuple[float, ...]:
     return tuple(_number(name, part, largest) for part in value)
 
 
-_PLAIN: dict[Any, Check] = {int: _whole, float: _number, str: _text, tuple[float, ...]: _numbers}
+def _wholes(name: str, value: Any, largest: float) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name} must be whole numbers, got {shown(value)}")
+    return tuple(_whole(name, part, largest) for part in value)
+
+
+_PLAIN: dict[Any, Check] = {
+    int: _whole,
+    float: _number,
+    str: _text,
+    tuple[float, ...]: _numbers,
+    tuple[int, ...]: _wholes,
+}
 
 Finite = Annotated[float, _finite]
 """A float that cannot be infinite or NaN, however a run went."""

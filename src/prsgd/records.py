@@ -103,6 +103,8 @@ class Record:
     """Why the schedule made the round longer or shorter than the one before, and why its overlap is another."""
     modelled: Annotated[Modelled, _modelled] | None = None
     """With a ``prsgd.cluster.ClusterClock``."""
+    members: tuple[int, ...] | None = None
+    """The ids of the workers that took part, where workers come and go; None: all."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:

@@ -223,9 +223,19 @@ class Setting:
     """Does the schedule need the workers' drift, and how much their gradients scatter?"""
     hides: bool = False
     """Is the overlap to be chosen so that it hides the transfer?"""
+    elastic: bool = False
+    """Do workers come and go?"""
 
     @classmethod
-    def of(cls, schedule: Schedule, num_workers: int, overlap: int | Literal["auto"], optimizer_state: str) -> Setting:
+    def of(
+        cls,
+        schedule: Schedule,
+        num_workers: int,
+        overlap: int | Literal["auto"],
+        optimizer_state: str,
+        *,
+        elastic: bool = False,
+    ) -> Setting:
         """With what the schedule brings along."""
         return cls(
             num_workers,
@@ -235,11 +245,17 @@ class Setting:
             by_clock=isinstance(schedule, ByClock),
             learns=isinstance(schedule, Learns),
             hides=overlap == "auto",
+            elastic=elastic,
         )
 
     def require(self, averaging: Averaging) -> None:
         """Raise a ValueError that says why the averaging cannot work with this setting."""
         averaging.check(self)
+        if self.elastic and not averaging.is_one_sum:
+            raise ValueError(
+                f"where workers come and go an average must be one sum, made or not, and {averaging!r} is more than "
+                "that: use mean() without a wire, outer() or easgd()"
+            )
         if self.learns and not averaging.knows_drift:
             raise ValueError(
                 "the schedule goes by the workers' drift, their distance from the mean of all models, and with "
@@ -256,6 +272,11 @@ class Averaging(ABC):
     @property
     def knows_drift(self) -> bool:
         """Do all processes learn the exact mean, from which the drift is measured?"""
+        return not self.hears_neighbours_only
+
+    @property
+    def is_one_sum(self) -> bool:
+        """Is one all-reduce all that it sends?"""
         return not self.hears_neighbours_only
 
     @property

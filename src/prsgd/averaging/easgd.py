@@ -42,7 +42,7 @@ class easgd(Averaging):  # noqa: N801 - a word in the user's sentence
 
     def launch(self, memory: Memory, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
         own = snap.clone()  # a lone model's lies where the sum will
-        alpha = self.beta / comm.num_workers if self.alpha is None else self.alpha
+        alpha = self.beta / len(comm.members) if self.alpha is None else self.alpha
         return Then(summed(comm, snap, header), lambda landing: self._pull(memory, landing, own, alpha, header.counts))
 
     def _pull(self, memory: Memory, landing: Landing, own: Tensor, alpha: float, counts: tuple[bool, ...]) -> Landing:

@@ -51,6 +51,10 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
         return self.wire is None
 
     @property
+    def is_one_sum(self) -> bool:
+        return self.wire is None
+
+    @property
     def parts_evenly(self) -> bool:
         return self.weights == "uniform"
 

@@ -59,6 +59,10 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
         return self.of.knows_drift
 
     @property
+    def is_one_sum(self) -> bool:
+        return self.of.is_one_sum
+
+    @property
     def parts_evenly(self) -> bool:
         return self.of.parts_evenly
 
@@ -84,7 +88,7 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
 
     def launch(self, memory: Memory, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
         work = self.of.launch(memory, comm, snap, header)
-        return Then(work, lambda landing: self._step(memory, landing, comm.num_workers))
+        return Then(work, lambda landing: self._step(memory, landing, len(comm.members)))
 
     def _step(self, memory: Memory, landing: Landing, num_workers: int) -> Landing:
         if landing.target is None or (self.lr == 1 and not self.momentum):

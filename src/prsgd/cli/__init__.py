@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "against DDP and the other libraries: the same work over the same link",
     "verify": "the paper's lemmas and theorems, measured against their bounds",
     "data": "fetch, check and keep data sets",
+    "launch": "start a program's processes, which may come and go, and their lighthouse",
 }
 """Each is ``prsgd.cli.NAME`` with ``add(parser)`` and ``run(args)``."""
 DRAWS = {"compare": None, "report": None, "timeline": None, "plan": "plot", "verify": "out", "bench": "out"}

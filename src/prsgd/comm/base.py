@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T", covariant=True)
@@ -19,6 +20,15 @@ Route = tuple[int, int]
 """(from worker, to worker)"""
 Combine = Callable[[Tensor, Tensor, range], Tensor]
 """All workers' lines (N, m, ...) and numbers (N, K), and the workers that own the lines -> (m, ...)"""
+
+
+class Missed(Exception):  # noqa: N818 - no error: it is taken care of
+    """The others have gone on without this worker, and one of them has told it ``state``: what it waits for is to be
+    launched again with that, and is there then."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        super().__init__("the others went on without this worker")
+        self.state = state
 
 
 class Work(Protocol[T]):
@@ -32,7 +42,8 @@ class Work(Protocol[T]):
     """Messages one after another that it takes; 0: a sum's, as many as the link's shape has."""
 
     def wait(self, timeout_seconds: float | None = None) -> T:
-        """The result, as soon as it is there. Raises PeerError, or AverageTimeout after ``timeout_seconds``."""
+        """The result, as soon as it is there. Raises PeerError, or AverageTimeout after ``timeout_seconds``; or
+        ``Missed``, where workers come and go."""
         ...
 
     def flight_seconds(self) -> float:
@@ -108,6 +119,19 @@ class Communicator(Protocol):
     """The torch.distributed ranks of the processes that host the workers; empty: no process but this one."""
     timeout_seconds: float
     """How long ``wait`` waits unless it is told."""
+
+    is_elastic: bool = False
+    """Do workers come and go? Then ``members`` changes when a call has come back, ``num_workers`` is the most that are
+    ever there, and averages must be one sum."""
+
+    def join(self, device: torch.device, launched: int) -> Mapping[str, Any] | None:
+        """Come in, with a state that has seen so many averages. If others have begun, one of them tells its state, and
+        the average at which it does so is the next call's result; None: all begin together."""
+        return None
+
+    def invite(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """Others may come in with the next call, which is an average, and are told ``state()``."""
+        return
 
     def all_reduce(self, flat: Tensor) -> Work[Tensor]:
         """Sum ``flat`` over the processes, in place."""

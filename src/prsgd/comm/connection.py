@@ -18,11 +18,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in torch's own export list
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from prsgd.comm import sockets
@@ -49,15 +51,39 @@ _opened: Counter[tuple[int, ...]] = Counter()
 """How many connections this process has opened between which ranks: they are told apart by it in the store."""
 
 
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the processes of a group meet that are no job of torch's."""
+
+    store: TCPStore
+    name: str
+    """In the store, like no other's."""
+    address: str
+    """Where the others reach this process, and where alone it listens."""
+
+    def meet(self, process: int, processes: int, limit: timedelta) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it has
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
+        options._timeout = limit
+        return dist.ProcessGroupGloo(PrefixStore(f"prsgd/{self.name}", self.store), process, processes, options)
+
+
 class Connection:
     """A group over ``ranks`` of which this process is number ``process``, opened at the first call.
 
     With gloo it is a group of our own, whatever ``parent`` is, so that ending it touches nobody else's. With other
-    backends it is ``parent`` if that is given, and else one that torch makes.
+    backends it is ``parent`` if that is given, and else one that torch makes. With a ``Rendezvous`` it is gloo's, and
+    torch need not know of any job.
     """
 
-    def __init__(self, ranks: Sequence[int], process: int, parent: dist.ProcessGroup | None) -> None:
-        self._ranks, self._process, self._parent = tuple(ranks), process, parent
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        process: int,
+        parent: dist.ProcessGroup | None,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
+        self._ranks, self._process, self._parent, self._rendezvous = tuple(ranks), process, parent, rendezvous
         self._group: dist.ProcessGroup | None = None
         self._is_gloo = False
         self._endpoints: frozenset[str] = frozenset()
@@ -105,7 +131,7 @@ class Connection:
 
     def lost_seconds(self) -> float:
         """For how long it has been known that a peer's end is gone; 0: all are there."""
-        if self._lost_at is None and sockets.established(self._endpoints) < self._num_links:
+        if self._lost_at is None and self.lost_links() > 0:
             self._lost_at = time.monotonic()
         return 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
 
@@ -117,6 +143,10 @@ class Connection:
     def missing(self, transfer: int) -> list[int]:
         """The processes that have not come to it, as far as is known."""
         return [] if self._absence is None else self._absence.missing(transfer)
+
+    def lost_links(self) -> int:
+        """How many peers' ends are known to be gone."""
+        return self._num_links - sockets.established(self._endpoints)
 
     def close(self) -> None:
         """Leave: whoever is in a transfer with this process fails at once, and so does whoever comes to one."""
@@ -156,7 +186,7 @@ class Connection:
             _left.append(self)
 
     def _open(self, device: torch.device, limit: timedelta) -> dist.ProcessGroup:
-        if _backend(self._parent, device) == "gloo":
+        if self._rendezvous is not None or _backend(self._parent, device) == "gloo":
             self._is_gloo = True
             _live.add(self)
             return self._open_gloo(limit)
@@ -166,11 +196,8 @@ class Connection:
         return made
 
     def _open_gloo(self, limit: timedelta) -> dist.ProcessGroup:
-        _opened[self._ranks] += 1
-        ranks = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]
-        store = PrefixStore(f"prsgd/{ranks}/{_opened[self._ranks]}", _get_default_store())
         before = sockets.listening()
-        gloo = dist.ProcessGroupGloo(store, self._process, len(self._ranks), limit)
+        gloo = self._rendezvous.meet(self._process, len(self._ranks), limit) if self._rendezvous else self._join(limit)
         group = cast(dist.ProcessGroup, gloo)  # it has the same methods
         # Every connection is to or from the endpoint of one of its two processes.
         mine = " ".join(sorted(sockets.listening() - before)).encode()[:_PAGE]
@@ -180,8 +207,15 @@ class Connection:
         self._endpoints = frozenset(name for page in pages for name in bytes(page.tolist()).decode().split())
         self._num_links = sockets.established(self._endpoints)
         sockets.notice_silence(self._endpoints, SILENCE_SECONDS)
-        self._absence = Absence(store, self._process, len(self._ranks))
         return group
+
+    def _join(self, limit: timedelta) -> dist.ProcessGroupGloo:
+        """Meet the others of the job in its store."""
+        _opened[self._ranks] += 1
+        ranks = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]
+        store = PrefixStore(f"prsgd/{ranks}/{_opened[self._ranks]}", _get_default_store())
+        self._absence = Absence(store, self._process, len(self._ranks))
+        return dist.ProcessGroupGloo(store, self._process, len(self._ranks), limit)
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:

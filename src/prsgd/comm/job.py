@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 _LOOPBACK = ("127.", "localhost", "::1")
+_LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,16 @@ def find() -> Job | None:
         has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
+
+
+def lighthouse() -> str | None:
+    """Where torchft's lighthouse listens, if somebody told."""
+    return os.environ.get(_LIGHTHOUSE)
+
+
+def elastic_environment(worker: int, num_workers: int, lighthouse: str) -> dict[str, str]:
+    """The variables that tell a process which worker it is, of those that come and go."""
+    return {"RANK": str(worker), "WORLD_SIZE": str(num_workers), _LIGHTHOUSE: lighthouse}
 
 
 def is_first() -> bool:

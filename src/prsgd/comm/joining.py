@@ -65,7 +65,7 @@ def _store(ours: job.Job, *, timeout: timedelta) -> TCPStore:
     serve = ours.rank == 0 and not ours.has_store
     if not (serve and ours.on_one_machine):
         return TCPStore(ours.address, ours.port, ours.size, serve, timeout, wait_for_workers=False)
-    return loopback_store(ours.port, ours.size, timeout=timeout)
+    return store_at("127.0.0.1", ours.port, ours.size, timeout=timeout)
 
 
 def _fresh(store: TCPStore, ours: job.Job) -> Store:
@@ -80,15 +80,18 @@ def open_store(address: str, *, timeout: timedelta) -> TCPStore:
 
 
 def loopback_store(port: int, size: int, *, timeout: timedelta) -> TCPStore:
-    """Serve a store that only this machine reaches; port 0 takes a free one, which is ``store.port`` then.
+    """Serve a store that only this machine reaches."""
+    return store_at("127.0.0.1", port, size, timeout=timeout)
+
+
+def store_at(address: str, port: int, size: int, *, timeout: timedelta) -> TCPStore:
+    """Serve a store that listens on one address; port 0 takes a free one, which is ``store.port`` then.
 
     TCPStore listens on every interface whatever address it is given, unless it is handed a socket.
     """
-    with socket.socket() as listener:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
+        listener.bind((address, port))
         listener.listen(1024)
         port = listener.getsockname()[1]
-        return TCPStore(
-            "127.0.0.1", port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        return TCPStore(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -100,11 +100,11 @@ def assemble(
     workers, num_workers = used.workers, used.num_workers
     timekeeper = clock if isinstance(clock, Timekeeper) else WallClock(workers, clock)
     timekeeper.check(num_workers, workers)
-    setting = Setting.of(schedule, num_workers, overlap, optimizer_state)
+    setting = Setting.of(schedule, num_workers, overlap, optimizer_state, elastic=used.is_elastic)
     schedule.check(num_workers, setting.overlap)
     setting.require(averaging)
     host = host_of(model, used)
-    if comm is None and limit is not None:
+    if limit is not None and (comm is None or used.is_elastic):
         used.timeout_seconds = limit
     optimizers = [unwrapped(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     roll = Roll(workers)

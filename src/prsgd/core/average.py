@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from prsgd.averaging.base import NOISE_WIDTH, Averaging, Landing, Memory, Sums
 from prsgd.clocks.base import Sent, Timekeeper
-from prsgd.comm.base import Communicator, Work
+from prsgd.comm.base import Communicator, Missed, Work
 from prsgd.core.books import Books
 from prsgd.core.header import Headers
 from prsgd.core.hiding import Hiding
@@ -36,12 +37,16 @@ class Average:
     """An average that was launched."""
 
     work: Work[Landing]
+    again: Callable[[], Work[Landing]]
+    """Launches it again with what the averaging remembers by then."""
     own: Sums
     """What the hosted workers told with it."""
     snap: Tensor
     """(n, P), as launched; with overlap it becomes target - snap, worker by worker, as they land."""
     members: int
     """How many workers it is of."""
+    who: tuple[int, ...] | None
+    """Their ids, where workers come and go."""
     counts: tuple[bool, ...]
     bad: tuple[bool, ...]
     to_land: set[int]
@@ -102,6 +107,7 @@ class Average:
             period=self.period,
             overlap=self.overlap,
             workers=int(sums.workers),
+            members=self.who,
             bad_workers=int(sums.bad),
             bytes_sent=landing.bytes_sent,
             server_bytes_sent=landing.server_bytes_sent,
@@ -118,6 +124,10 @@ class Average:
             reason=self.reason,
             modelled=modelled,
         )
+
+
+def _ignore(state: Mapping[str, Any]) -> None:
+    """Nobody has told anything."""
 
 
 def _mean(total: float, count: float) -> float | None:
@@ -149,6 +159,9 @@ class Averages:
     learned: Mapping[str, float] = field(default_factory=dict)
     hiding: Hiding | None = None
     """Chooses the overlap; None: it was given."""
+    tell: Callable[[], Mapping[str, Any]] = dict
+    """What a worker is told that comes in with an average, and what one does that is told."""
+    hear: Callable[[Mapping[str, Any]], None] = _ignore
     mean_lr: float = 0.0
     """Of all workers with data, at the newest average that has arrived."""
 
@@ -158,13 +171,19 @@ class Averages:
         boarded = self.snapshots.board()
         header = self.headers.make(boarded)
         self.clock.launched(answering)
-        with self.named():
-            work = self.averaging.launch(self.memory, self.comm, boarded.snap, header)
+        self.comm.invite(self.tell)
+
+        def start() -> Work[Landing]:
+            with self.named():
+                return self.averaging.launch(self.memory, self.comm, boarded.snap, header)
+
         return Average(
-            work=work,
+            work=start(),
+            again=start,
             own=header.sums,
             snap=boarded.snap,
             members=len(self.comm.members),
+            who=None,
             counts=header.counts,
             bad=boarded.bad,
             to_land=set(range(len(self.paces))),
@@ -176,20 +195,25 @@ class Averages:
         if average.landing is None:
             began = time.perf_counter()
             with self.named():
-                average.landing = self._patiently(average.work)
+                average.landing = self._waited(average)
+            average.members = len(self.comm.members)
+            average.who = tuple(self.comm.members) if self.comm.is_elastic else None
             average.wait_seconds += time.perf_counter() - began - average.landing.copy_seconds
             average.copy_seconds += average.landing.copy_seconds
             average.flight_seconds = average.work.flight_seconds()
             self.patience.arrived()
         return average.landing
 
-    def _patiently(self, work: Work[Landing]) -> Landing:
+    def _waited(self, average: Average) -> Landing:
         try:
-            return work.wait(self.limit_seconds)
+            return average.work.wait(self.limit_seconds)
+        except Missed as missed:
+            self.hear(missed.state)
+            average.counts = (False,) * len(average.counts)
+            average.work = average.again()
+            return average.work.wait(self.limit_seconds)
         except AverageTimeout as error:
-            if self.roll.all_done:
-                raise
-            raise self.patience.explain(error) from None
+            raise error if self.roll.all_done else self.patience.explain(error) from None
 
     def note(self, average: Average) -> None:
         """It was an average: keep what the averaging remembers of it, and tell the clock."""

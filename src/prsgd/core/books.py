@@ -214,6 +214,24 @@ class Books:
     def last(self) -> Record | None:
         return self.records[-1] if self.records else None
 
+    def common(self) -> dict[str, Any]:
+        """What all workers know of records, with the numbers of this process where they differ."""
+        return {
+            "round": self.round,
+            "alike": self._alike,
+            "incomplete": None if self._incomplete is None else asdict(self._incomplete),
+            "last": None if self.last is None else asdict(self.last),
+            "totals": asdict(self.totals),
+        }
+
+    def take_over(self, common: Mapping[str, Any]) -> None:
+        """Know as much as another worker; this one has nothing to add to the record that is incomplete."""
+        self.round, self._alike, self._own, self._drift, self._drifts = common["round"], common["alike"], Sums(), 0.0, 0
+        self._incomplete = None if common["incomplete"] is None else _record(common["incomplete"])
+        if common["last"] is not None and (self.last is None or self.last.round < common["last"]["round"]):
+            self.records.append(_record(common["last"]))
+        self.totals = Totals(**common["totals"])
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "pages": [page.state_dict() for page in self.pages],

@@ -91,7 +91,7 @@ class Headers:
 
     def _by_id(self, numbers: Iterable[float]) -> tuple[float, ...]:
         """The hosted workers' numbers among all workers'."""
-        found = [0.0] * len(self.comm.members)
+        found = [0.0] * self.comm.num_workers
         for id, number in zip(self.roll.ids, numbers):
             found[id] = number
         return tuple(found)

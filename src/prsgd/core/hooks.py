@@ -127,7 +127,15 @@ class Hooks:
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
-        for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
+        self.set_lrs([lr] * len(self._groups()))
+
+    def lrs(self) -> list[float]:
+        """Of all parameter groups."""
+        return [float(group["lr"]) for group in self._groups()]
+
+    def set_lrs(self, lrs: Sequence[float]) -> None:
+        """One for each parameter group."""
+        for group, lr in zip(self._groups(), lrs, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -230,6 +238,9 @@ class Hooks:
         self._clock.stepped(max(map(_steps, self._loops[0].paces)))
         if is_turn:
             self.advance()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def _parameters(self) -> list[int]:
         return [id(p) for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]

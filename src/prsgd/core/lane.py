@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from prsgd.averaging.base import NOISE_WIDTH, SUMS_WIDTH, Averaging, Header, Landing, Setting, Sums
@@ -32,8 +33,8 @@ from prsgd.replicas.rows import Rows
 from prsgd.schedules.base import Learns, Schedule
 
 _PLAIN = (
-    "members", "announced", "step", "period", "overlap", "wait_seconds", "copy_seconds", "flight_seconds", "drift",
-    "drifts", "reason",
+    "members", "who", "announced", "step", "period", "overlap", "wait_seconds", "copy_seconds", "flight_seconds",
+    "drift", "drifts", "reason",
 )  # fmt: skip
 """Of an ``Average``, as it is."""
 
@@ -181,6 +182,34 @@ class Lane:
             "books": self.books.state_dict(),
         }
 
+    def common(self) -> dict[str, Any]:
+        """What all workers know alike at the launch of an average."""
+        averages = self.averages
+        return {
+            "averaging": dict(averages.memory),
+            "apart": averages.apart,
+            "told": list(averages.headers.told),
+            "hiding": None if averages.hiding is None else averages.hiding.state_dict(),
+            "learned": dict(averages.learned),
+            "mean_lr": averages.mean_lr,
+            "buffers": self.snapshots.buffers.state_dict(),
+            "books": self.books.common(),
+        }
+
+    def take_over(self, common: Mapping[str, Any]) -> None:
+        """Know what another worker does, wherever this one was."""
+        averages, rows = self.averages, self.snapshots.rows
+        fresh = averages.averaging.init(self.snapshots.row(0), len(self.paces))
+        check_memory(averages.averaging, common["averaging"], fresh, rows.width)
+        self.snapshots.check_state({"buffers": common["buffers"]}, with_snapshots=False)
+        self._know(common)
+        averages.memory = {name: _beside(value, rows.device) for name, value in common["averaging"].items()}
+        self.snapshots.buffers.load_state_dict({n: t.to(rows.device) for n, t in common["buffers"].items()})
+        before = self.books.round
+        self.books.take_over(common["books"])
+        for pace in self.paces:
+            pace.rounds += self.books.round - before
+
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise an error unless ``load_state_dict`` can take it."""
         hosted, rows, averaging = len(self.paces), self.snapshots.rows, self.averages.averaging
@@ -215,15 +244,23 @@ class Lane:
         for account, kept in zip(averages.accounts, state["accounts"]):
             account.load_state_dict(kept)
         self.snapshots.load_state_dict(state["memory"])
-        averages.memory, averages.apart = saved(state["averaging"]), bool(state["apart"])
-        averages.headers.told, averages.headers.flights = tuple(state["told"]), tuple(state["flights"])
+        self._know(state)
+        averages.memory, averages.headers.flights = saved(state["averaging"]), tuple(state["flights"])
+        flight = state["flight"]
+        self.loop.average = None if flight is None else _average_from(flight, self.snapshots.captured())
+        self.loop.launches = int(state["launches"])
+
+    def _know(self, state: Mapping[str, Any]) -> None:
+        averages = self.averages
+        averages.apart, averages.headers.told = bool(state["apart"]), tuple(state["told"])
         if averages.hiding is not None:
             averages.hiding.load_state_dict(state["hiding"])
         averages.learned = {**averages.learned, **{str(n): float(value) for n, value in state["learned"].items()}}
         averages.mean_lr = float(state["mean_lr"])
-        flight = state["flight"]
-        self.loop.average = None if flight is None else _average_from(flight, self.snapshots.captured())
-        self.loop.launches = int(state["launches"])
+
+
+def _beside(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _known(run: Run) -> dict[str, float]:
@@ -289,6 +326,7 @@ def _average_from(state: Mapping[str, Any], snap: Tensor) -> Average:
     )
     return Average(
         work=Done(landing),
+        again=lambda: Done(landing),
         own=Sums(*state["own"]),
         snap=snap,
         counts=tuple(state["counts"]),

@@ -44,6 +44,12 @@ class Lanes:
         for lane in self._lanes:
             lane.loop.end()
 
+    def join(self) -> None:
+        """A worker that comes in has nothing yet, and answers the average that it was told of."""
+        for lane in self._lanes:
+            if lane.loop.answer():
+                lane.loop.end()
+
     def drop(self) -> None:
         """Give up what is under way."""
         for lane in self._lanes:

@@ -17,8 +17,9 @@ from prsgd.clocks.trace import Trace
 from prsgd.comm.base import Communicator
 from prsgd.core.assemble import assemble
 from prsgd.core.look import look
+from prsgd.core.newcomers import Newcomers
 from prsgd.core.resuming import check_setup, damage_named
-from prsgd.core.start import enter
+from prsgd.core.start import alike, enter
 from prsgd.errors import AverageTimeout, UsageError
 from prsgd.records import Record, Totals
 from prsgd.replicas.fleet import Fleet
@@ -275,11 +276,23 @@ class LocalSGD:
 
     def _enter(self) -> None:
         """Alg. 1 line 1: x_i^0 = y-bar."""
-        known = "a state" if self._loaded else "other workers' state" if self._inherited else ""
-        state = f"{known} loaded after {self.launched} averages" if known else "no state loaded"
-        enter(self._comm, self._host, self._lanes, [*self._parts.words, state], fresh=not self._loaded)
+        words = [*self._parts.words, f"{self._comm.num_workers} workers"]
+        entries = alike(self._host, self._lanes, words)
+        newcomers = Newcomers(entries, self._host, self._lanes, self._hooks)
+        told = self._comm.join(self._host.rows.device, self.launched)
+        if told is None:
+            known = "a state" if self._loaded else "other workers' state" if self._inherited else ""
+            state = f"{known} loaded after {self.launched} averages" if known else "no state loaded"
+            enter(self._comm, self._host, self._lanes, [*entries, state], fresh=not self._loaded)
+        else:
+            newcomers.join(told)
         self._hooks.hook([lane.loop for lane in self._lanes])
         self._clock.begin()
+        if told is not None:
+            self._roll.dismiss()
+            self._lanes.join()
+            self._roll.reopen()
+            self._lanes.reopen()
         self._hooks.advance()
 
     def _end(self) -> None:

@@ -59,13 +59,17 @@ def _check_wrappers(model: nn.Module, comm: Communicator) -> None:
                 )
 
 
-def enter(comm: Communicator, host: Host, lanes: Lanes, words: Sequence[str], *, fresh: bool) -> None:
+def alike(host: Host, lanes: Lanes, words: Sequence[str]) -> list[str]:
+    """What must be the same on all workers, line by line; ``words``: what else must be."""
+    return [*describe(host), *words, *(line for lane in lanes for line in lane.snapshots.describe())]
+
+
+def enter(comm: Communicator, host: Host, lanes: Lanes, entries: Sequence[str], *, fresh: bool) -> None:
     """See that all workers fit together, and that those of a ``fresh`` run begin alike (Alg. 1 line 1: x_i^0 = y-bar).
 
-    ``words``: what else must be alike.
+    ``entries`` must be alike.
     """
-    alike = [*describe(host), *words, *(line for lane in lanes for line in lane.snapshots.describe())]
-    agree(comm, alike, host.rows.device)
+    agree(comm, entries, host.rows.device)
     if fresh:
         start_from_worker_0(comm, host.modules)
         for lane in lanes:
@@ -91,26 +95,37 @@ def agree(comm: Communicator, entries: Sequence[str], device: torch.device) -> N
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = comm.all_gather(padded.to(device).repeat(len(comm.workers), 1)).wait().cpu()
     lists = [bytes(row[:size].tolist()).decode().split("\n") for row, size in zip(texts, sizes)]
-    for worker, theirs in enumerate(lists):
+    for worker, theirs in zip(comm.members, lists):
         if theirs != lists[0]:
-            raise MismatchError(_difference(worker, theirs, lists[0]))
+            raise MismatchError(difference(f"worker {worker}", theirs, f"worker {comm.members[0]}", lists[0]))
 
 
-def _difference(worker: int, theirs: list[str], first: list[str]) -> str:
+def difference(who: str, theirs: list[str], other: str, first: list[str]) -> str:
+    """The first of the lines that are not alike, and whose they are."""
     for there, here in zip(theirs, first):
         if there != here:
-            return f"the workers' models must be alike: worker {worker} has {there}, worker 0 has {here}"
-    longer, who, other = (theirs, worker, 0) if len(theirs) > len(first) else (first, 0, worker)
+            return f"the workers' models must be alike: {who} has {there}, {other} has {here}"
+    longer, more, less = (theirs, who, other) if len(theirs) > len(first) else (first, other, who)
     extra = longer[min(len(theirs), len(first))]
-    return f"the workers' models must be alike: worker {who} has {extra}, worker {other} has nothing in its place"
+    return f"the workers' models must be alike: {more} has {extra}, {less} has nothing in its place"
 
 
 def start_from_worker_0(comm: Communicator, models: Sequence[nn.Module]) -> None:
     """Give every hosted worker the parameters and buffers of worker 0, to the last bit."""
     if comm.num_workers == 1:
         return
-    flat = torch.cat([_bytes(t) for t in _state(models[0])])
-    comm.broadcast(flat).wait()
+    flat = model_bytes(models[0])
+    comm.broadcast(flat, comm.members[0]).wait()
+    write_model_bytes(models, flat)
+
+
+def model_bytes(model: nn.Module) -> Tensor:
+    """A copy of its parameters and buffers."""
+    return torch.cat([_bytes(t) for t in _state(model)])
+
+
+def write_model_bytes(models: Sequence[nn.Module], flat: Tensor) -> None:
+    """Give all of them the parameters and buffers of another."""
     for model in models:
         place = 0
         for tensor in _state(model):

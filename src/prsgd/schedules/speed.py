@@ -56,7 +56,7 @@ class measured(SharesSpeed):  # noqa: N801
 
     def open(self, now: Now) -> Round:
         seconds = None if now.last is None else now.last.step_seconds
-        if not seconds or min(seconds) <= 0:
+        if not seconds or seconds[now.worker] <= 0:  # 0: unknown, or not there
             return Round(steps=self.slowest)
         return Round(steps=max(self.slowest, round(self.slowest * max(seconds) / seconds[now.worker])))
 
