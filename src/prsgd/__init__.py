@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from prsgd.averaging.gossip import gossip
     from prsgd.averaging.mean import mean
     from prsgd.averaging.outer import outer
+    from prsgd.averaging.steady import steady
     from prsgd.averaging.weights import Brought, Weights
     from prsgd.averaging.wires.base import Wire
     from prsgd.averaging.wires.half import half
@@ -93,6 +94,7 @@ _HOME = {
     "quadratic": "schedules.changing",
     "quantized": "averaging.wires.quantized",
     "sparse": "averaging.wires.sparse",
+    "steady": "averaging.steady",
     "timed": "schedules.speed",
     "together": "core.several",
 }
@@ -144,6 +146,7 @@ __all__ = [
     "quadratic",
     "quantized",
     "sparse",
+    "steady",
     "timed",
     "together",
 ]

@@ -68,7 +68,7 @@ class Record:
     workers: int
     """How many workers' models were averaged."""
     bad_workers: int
-    """How many were left out because their models were not finite."""
+    """How many were left out because their models were not finite; ``outliers`` are others."""
     bytes_sent: int
     """Per worker."""
     server_bytes_sent: int
@@ -103,6 +103,8 @@ class Record:
     """Why the schedule made the round longer or shorter than the one before, and why its overlap is another."""
     modelled: Annotated[Modelled, _modelled] | None = None
     """With a ``prsgd.cluster.ClusterClock``."""
+    outliers: int = 0
+    """How many were left out because their models, finite as they were, had changed far more than is usual."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:

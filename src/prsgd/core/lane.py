@@ -32,7 +32,7 @@ from prsgd.schedules.base import Learns, Schedule
 
 _PLAIN = (
     "members", "announced", "step", "period", "overlap", "wait_seconds", "copy_seconds", "flight_seconds", "drift",
-    "drifts", "reason",
+    "drifts", "reason", "outliers",
 )  # fmt: skip
 """Of an ``Average``, as it is."""
 

@@ -56,6 +56,7 @@ class Meeting:
                     RuntimeWarning,
                     stacklevel=2,
                 )
+        averages.leave_out(average)
         averages.note(average)
         sums = landing.header.sums
         if not landing.shared:
@@ -84,7 +85,7 @@ class Meeting:
         """The exact mean of all workers' models as they are now; an average in flight has arrived."""
         averages = self._averages
         boarded = averages.snapshots.board(as_they_are=True)
-        header = averages.headers.make(boarded, look=True)
+        header = averages.headers.make(boarded, averages.memory, look=True)
         with averages.named():
             work = averages.averaging.launch(averages.memory, self._comm, boarded.snap, header)
             landing = self._met(work.wait(averages.timeout_seconds), look=True)
@@ -130,7 +131,7 @@ class Meeting:
         """One exact mean of what was boarded before; ``alike``: all weigh the same, whatever they have done."""
         averages = self._averages
         boarded = averages.snapshots.board(as_they_are=look)
-        header = averages.headers.make(boarded, look=look, everybody=everybody)
+        header = averages.headers.make(boarded, averages.memory, look=look, everybody=everybody)
         weights = None if alike else averages.averaging.weigh(header)
         with averages.named():
             return summed(self._comm, boarded.snap, header, weights).wait(averages.limit_seconds)
