@@ -30,10 +30,12 @@ LEAST = 1e-36
 """A weight below this is 0: float32 would hardly know it, and the row of a weight of 0 is not read."""
 MOST = 1e30
 """What is told of a norm, at most: it travels in float32."""
-RATE = 0.1
+RATE = 0.2
 """How much the newest average counts in a mean of the past."""
-UNSURE = 1.0
-"""The deviation that is assumed at first, and after all have jumped: a factor of e."""
+UNSURE = 0.5
+"""The deviation that is assumed at first, and after all have jumped."""
+APART = 1.0
+"""The deviation of workers from each other that is believed when nobody knows what is usual: a factor of e."""
 SUREST = 0.1
 """The deviation that is assumed at least."""
 
@@ -117,7 +119,7 @@ class steady(Weights):  # noqa: N801 - a word in the user's sentence
 
     def _highest(self, logs: dict[int, float]) -> float:
         """What is believed of norms of which nobody knows what is usual."""
-        return sorted(logs.values())[(len(logs) - 1) // 2] + self.threshold * UNSURE
+        return sorted(logs.values())[(len(logs) - 1) // 2] + self.threshold * APART
 
     def _limit(self, brought: Brought) -> float | None:
         """Of the worker's log norm; None if nobody knows what is usual."""
