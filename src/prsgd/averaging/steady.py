@@ -5,7 +5,8 @@ With g_i the norm of worker i's change since the workers last agreed, and of the
     a_i, s_i    mean and deviation of worker i's own          A_i, S_i    of all others'
 
 worker i is left out of an average if log g_i > L_i = max(a_i + z s_i, A_i + z S_i): beyond z deviations of its own past
-and of the others'. It knows g_i before the average starts, and the rest of averages before, so nothing is to be asked.
+and of the others'. To come back it has to be within half of its own, a_i + z s_i / 2, or within the others'. It knows
+g_i before the average starts, and the rest from averages before, so nothing more is to be asked.
 Logarithms, because what makes changes larger (an lr, a longer round) makes them larger by a factor.
 
 Nobody knows whether the others have jumped too, as all do when the lr is raised. So the weight of one that is left out
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from prsgd._check import positive
 from prsgd.averaging.weights import AnyWeights, Brought, Weights, found
@@ -32,10 +33,9 @@ MOST = 1e30
 """What is told of a norm, at most: it travels in float32."""
 RATE = 0.2
 """How much the newest average counts in a mean of the past."""
-UNSURE = 0.5
-"""The deviation that is assumed at first, and after all have jumped."""
-APART = 1.0
-"""The deviation of workers from each other that is believed when nobody knows what is usual: a factor of e."""
+UNSURE = 1.0
+"""The deviation that is assumed at first, and after all have jumped: changes grow while momentum does, and with an
+overlap the first round is shorter."""
 SUREST = 0.1
 """The deviation that is assumed at least."""
 
@@ -50,7 +50,7 @@ class steady(Weights):  # noqa: N801 - a word in the user's sentence
 
     >>> steady()
     steady(threshold=3.0, penalty=0.0, of='uniform')
-    >>> usual = (0.0, 0.0, 0.04, 0.04)  # two workers' log norms: means, and variances
+    >>> usual = (0.0, 0.0, 0.04, 0.04, 0.0, 0.0)  # two workers' log norms: means, variances; is it left out?
     >>> [steady().weigh(Brought(0, 8, 256, usual, _change=lambda norm=norm: norm)) > 1e-9 for norm in (0.1, 1.8, 1.9)]
     [True, True, False]
     """
@@ -93,22 +93,25 @@ class steady(Weights):  # noqa: N801 - a word in the user's sentence
         return bool(brought.change) and limit is not None and math.log(brought.change or 1.0) > limit
 
     def hear(self, known: tuple[float, ...], told: tuple[float, ...]) -> tuple[float, ...]:
-        """The means of all workers' log norms, then the variances, 0 for one of which nothing is known.
+        """The means of all workers' log norms, their variances, and who was left out.
 
         A norm beyond the limit is not believed, and what is usual stays, unless most workers' are: then they have all
         jumped, and begin anew from there.
         """
-        means, variances = map(list, _halves(known or (0.0,) * 2 * len(told)))
+        past = _Past.of(known) if known else _Past(*([0.0] * len(told) for _ in range(3)))
         logs, beyond = _logs(told), _beyond(told)
         jumped = 2 * len(beyond) > len(logs)
         for i, log in logs.items():
-            if (i in beyond and jumped) or (i not in beyond and not variances[i]):
-                means[i], variances[i] = min(log, self._highest(logs)), UNSURE**2
-            elif i not in beyond:
-                off = log - means[i]
-                means[i] += RATE * off
-                variances[i] = (1 - RATE) * (variances[i] + RATE * off * off)
-        return (*means, *variances)
+            past.out[i] = float(i in beyond and not jumped)
+            if past.out[i]:
+                continue
+            if i in beyond or not past.variances[i]:
+                past.means[i], past.variances[i] = min(log, self._highest(logs)), UNSURE**2
+            else:
+                off = log - past.means[i]
+                past.means[i] += RATE * off
+                past.variances[i] = (1 - RATE) * (past.variances[i] + RATE * off * off)
+        return (*past.means, *past.variances, *past.out)
 
     def left_out(self, told: tuple[float, ...]) -> tuple[int, ...]:
         """Those beyond the limit; where all are, those that are far above the median."""
@@ -119,37 +122,51 @@ class steady(Weights):  # noqa: N801 - a word in the user's sentence
 
     def _highest(self, logs: dict[int, float]) -> float:
         """What is believed of norms of which nobody knows what is usual."""
-        return sorted(logs.values())[(len(logs) - 1) // 2] + self.threshold * APART
+        return sorted(logs.values())[(len(logs) - 1) // 2] + self.threshold * UNSURE
 
     def _limit(self, brought: Brought) -> float | None:
         """Of the worker's log norm; None if nobody knows what is usual."""
-        everybody = range(len(brought.told) // 2)
-        own = [i for i in everybody if i == brought.worker]
-        others = [i for i in everybody if i != brought.worker]
-        usual = filter(None, (_usual(brought.told, own), _usual(brought.told, others)))
-        return max((mean + self.threshold * deviation for mean, deviation in usual), default=None)
+        past, own = _Past.of(brought.told), brought.worker
+        everybody = range(len(past.means))
+        limits = []
+        for workers in ([i for i in everybody if i == own], [i for i in everybody if i != own]):
+            usual = past.usual(workers)
+            if usual is not None:
+                halved = workers == [own] and past.out[own]
+                limits.append(usual[0] + usual[1] * self.threshold / (2 if halved else 1))
+        return max(limits, default=None)
 
     def _penalized(self, norm: float, told: tuple[float, ...]) -> float:
         """e^(-penalty norm), relative to that of a usual norm, which all know: only proportions matter."""
-        usual = _usual(told, range(len(told) // 2))
+        past = _Past.of(told)
+        usual = past.usual(range(len(past.means)))
         if not self.penalty or usual is None:
             return 1.0
         return math.exp(max(-30.0, min(30.0, self.penalty * (math.exp(usual[0]) - norm))))
 
 
-def _usual(told: tuple[float, ...], workers: Iterable[int]) -> tuple[float, float] | None:
-    """Mean and deviation of what these workers did; None if nothing is known of them."""
-    means, variances = _halves(told)
-    known = [i for i in workers if variances[i]]
-    if not known:
-        return None
-    mean = sum(means[i] for i in known) / len(known)
-    variance = sum(variances[i] + (means[i] - mean) ** 2 for i in known) / len(known)
-    return mean, max(math.sqrt(variance), SUREST)
+class _Past(NamedTuple):
+    """What is known of all workers' log norms."""
 
+    means: list[float]
+    variances: list[float]
+    """0 for one of which nothing is known."""
+    out: list[float]
+    """1 for one that was left out of the last average."""
 
-def _halves(known: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    return known[: len(known) // 2], known[len(known) // 2 :]
+    @classmethod
+    def of(cls, known: tuple[float, ...]) -> _Past:
+        n = len(known) // 3
+        return cls(*(list(known[start : start + n]) for start in (0, n, 2 * n)))
+
+    def usual(self, workers: Iterable[int]) -> tuple[float, float] | None:
+        """Mean and deviation of what these workers did; None if nothing is known of them."""
+        known = [i for i in workers if self.variances[i]]
+        if not known:
+            return None
+        mean = sum(self.means[i] for i in known) / len(known)
+        variance = sum(self.variances[i] + (self.means[i] - mean) ** 2 for i in known) / len(known)
+        return mean, max(math.sqrt(variance), SUREST)
 
 
 def _logs(told: tuple[float, ...]) -> dict[int, float]:

@@ -156,6 +156,10 @@ class Averages:
     """Of all workers with data, at the newest average that has arrived."""
     named_outliers: set[int] = field(default_factory=set)
     """Workers that were warned of."""
+    totals: tuple[float, ...] = ()
+    """Per hosted worker: what the numbers of its model added up to in the newest average, and in the one before that; 0
+    where they were not finite."""
+    totals_before: tuple[float, ...] = ()
 
     def launch(self, answering: Sequence[int]) -> Average:
         """Start the average of the hosted workers' snapshots; those that answer have theirs taken now."""
@@ -163,6 +167,8 @@ class Averages:
         boarded = self.snapshots.board()
         header = self.headers.make(boarded, self.memory)
         self.clock.launched(answering)
+        self.totals_before = self.totals
+        self.totals = tuple(0.0 if bad else total for bad, total in zip(boarded.bad, boarded.totals))
         with self.named():
             work = self.averaging.launch(self.memory, self.comm, boarded.snap, header)
         return Average(
