@@ -31,13 +31,15 @@ LEAST = 1e-36
 """A weight below this is 0: float32 would hardly know it, and the row of a weight of 0 is not read."""
 MOST = 1e30
 """What is told of a norm, at most: it travels in float32."""
+HUGE = math.log(1e6)
+"""No model changes so much: whose buffers are not believed even where nobody knows what is usual."""
 RATE = 0.2
 """How much the newest average counts in a mean of the past."""
 UNSURE = 1.0
 """The deviation that is assumed at first, and after all have jumped: changes grow while momentum does, and with an
 overlap the first round is shorter."""
-SUREST = 0.1
-"""The deviation that is assumed at least."""
+SUREST = 1 / 3
+"""The deviation that is assumed at least: with a threshold of 3, e times the usual is never too much."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class steady(Weights):  # noqa: N801 - a word in the user's sentence
 
     >>> steady()
     steady(threshold=3.0, penalty=0.0, of='uniform')
-    >>> usual = (0.0, 0.0, 0.04, 0.04, 0.0, 0.0)  # two workers' log norms: means, variances; is it left out?
-    >>> [steady().weigh(Brought(0, 8, 256, usual, _change=lambda norm=norm: norm)) > 1e-9 for norm in (0.1, 1.8, 1.9)]
+    >>> usual = (0.0, 0.0, 0.25, 0.25, 0.0, 0.0)  # two workers' log norms: means, variances; is it left out?
+    >>> [steady().weigh(Brought(0, 8, 256, usual, _change=lambda norm=norm: norm)) > 1e-9 for norm in (0.1, 4.4, 4.5)]
     [True, True, False]
     """
 
@@ -90,7 +92,7 @@ class steady(Weights):  # noqa: N801 - a word in the user's sentence
 
     def distrusts(self, brought: Brought) -> bool:
         limit = self._limit(brought)
-        return bool(brought.change) and limit is not None and math.log(brought.change or 1.0) > limit
+        return bool(brought.change) and math.log(brought.change or 1.0) > (HUGE if limit is None else limit)
 
     def hear(self, known: tuple[float, ...], told: tuple[float, ...]) -> tuple[float, ...]:
         """The means of all workers' log norms, their variances, and who was left out.
@@ -101,6 +103,7 @@ class steady(Weights):  # noqa: N801 - a word in the user's sentence
         past = _Past.of(known) if known else _Past(*([0.0] * len(told) for _ in range(3)))
         logs, beyond = _logs(told), _beyond(told)
         jumped = 2 * len(beyond) > len(logs)
+        moves = []
         for i, log in logs.items():
             past.out[i] = float(i in beyond and not jumped)
             if past.out[i]:
@@ -111,6 +114,9 @@ class steady(Weights):  # noqa: N801 - a word in the user's sentence
                 off = log - past.means[i]
                 past.means[i] += RATE * off
                 past.variances[i] = (1 - RATE) * (past.variances[i] + RATE * off * off)
+                moves.append(RATE * off)
+        for i in beyond if moves and not jumped else ():  # what is usual for it moves with what is for the others
+            past.means[i] += sum(moves) / len(moves)
         return (*past.means, *past.variances, *past.out)
 
     def left_out(self, told: tuple[float, ...]) -> tuple[int, ...]:
