@@ -189,10 +189,10 @@ def draw(seed: int) -> Scenario:
         log = "before" if found.log == "after" else found.log  # as above: an overlap may be as long as a round
         batches = tuple(n and n + 6 for n in batches)  # so many that the overlap may change
         found = replace(found, batches=batches, transfers=transfers, overlap=1, log=log)
-    if not gossips and known == (not gathers) and dice.random() < 0.25:
+    if not gossips and known == (not gathers) and dice.random() < 0.1:
         averaging = dice.choice(STEADY_WIRED if gathers else STEADY)
         huge = "steady" in averaging and dice.random() < 0.7
-        nans = tuple((w, b, "huge" if huge and place == "infinite" else place) for w, b, place in found.nans)
+        nans = tuple((w, b, "huge" if huge and place in ("parameters", "infinite") else place) for w, b, place in found.nans)
         found = replace(found, averaging=averaging, nans=nans)
     return found
 
