@@ -174,9 +174,14 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
 
 
 def _distance(row: Tensor, point: Tensor) -> float:
-    """Of a row from a point, in float64: what float32 holds has squares that it does not."""
-    parts = zip(row.split(CHUNK), point.split(CHUNK))
-    return math.hypot(*(float(torch.linalg.vector_norm(r - p, dtype=torch.float64)) for r, p in parts))
+    """Of a row from a point; in float64 if need be, since float32 does not hold the squares of all that it holds."""
+    for dtype in (None, torch.float64):
+        parts = zip(row.split(CHUNK), point.split(CHUNK))
+        lengths = torch.stack([torch.linalg.vector_norm(r - p, dtype=dtype) for r, p in parts])
+        found = float(torch.linalg.vector_norm(lengths, dtype=torch.float64))
+        if math.isfinite(found):
+            break
+    return found
 
 
 def _change(memory: Memory, snap: Tensor, i: int, part: slice = slice(None), out: Tensor | None = None) -> Tensor:
