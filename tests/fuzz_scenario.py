@@ -192,7 +192,9 @@ def draw(seed: int) -> Scenario:
     if not gossips and known == (not gathers) and dice.random() < 0.1:
         averaging = dice.choice(STEADY_WIRED if gathers else STEADY)
         huge = "steady" in averaging and dice.random() < 0.7
-        nans = tuple((w, b, "huge" if huge and place in ("parameters", "infinite") else place) for w, b, place in found.nans)
+        nans = tuple(
+            (w, b, "huge" if huge and place in ("parameters", "infinite") else place) for w, b, place in found.nans
+        )
         found = replace(found, averaging=averaging, nans=nans)
     return found
 
