@@ -14,6 +14,7 @@ NUMBERS = (
     "overlap",
     "workers",
     "bad_workers",
+    "outliers",
     "samples",
     "bytes_sent",
     "hops",

@@ -74,7 +74,7 @@ class Runner:
         log = self._logger(losses, at)
         if s.log == "before":
             log()
-        self.spoil(at, "parameters", "gradient", "buffers", "infinite")
+        self.spoil(at, "parameters", "gradient", "buffers", "infinite", "huge")
         skipped = [w for w in active if (w, at[w]) in s.skips]
         for w in skipped:
             self._module(w).zero_grad()
@@ -153,6 +153,8 @@ class Runner:
                 next(t for t in self._module(w).buffers() if t.is_floating_point()).fill_(float("nan"))
             elif place == "infinite":
                 p.data[0], p.data[1:] = float("inf"), -float("inf")
+            elif place == "huge":
+                p.data.fill_(1e20)
             elif place != "gradient":
                 p.data.fill_(float("nan"))
 

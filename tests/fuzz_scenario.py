@@ -16,7 +16,7 @@ from prsgd.schedules.base import Now
 
 NAN_PLACES = ("parameters", "gradient", "after", "buffers", "infinite")
 """Before the update, in the gradient alone, between this batch and what comes next, in the model's floating buffers
-alone; infinities in the parameters before the update."""
+alone; infinities in the parameters before the update. "huge" numbers too, which are finite, with steady()."""
 _NAMES: dict[str, Any] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -68,8 +68,8 @@ class Scenario:
 
     @property
     def weighted(self) -> bool:
-        """Do workers count by their steps or samples?"""
-        return "steps" in self.averaging or "samples" in self.averaging
+        """Do workers count by their steps or samples, or by their changes, as before the first average of steady()?"""
+        return any(word in self.averaging for word in ("steps", "samples", "steady"))
 
     @property
     def lr(self) -> float:
@@ -189,7 +189,29 @@ def draw(seed: int) -> Scenario:
         log = "before" if found.log == "after" else found.log  # as above: an overlap may be as long as a round
         batches = tuple(n and n + 6 for n in batches)  # so many that the overlap may change
         found = replace(found, batches=batches, transfers=transfers, overlap=1, log=log)
+    if not gossips and known == (not gathers) and dice.random() < 0.1:
+        averaging = dice.choice(STEADY_WIRED if gathers else STEADY)
+        huge = "steady" in averaging and dice.random() < 0.7
+        nans = tuple(
+            (w, b, "huge" if huge and place in ("parameters", "infinite") else place) for w, b, place in found.nans
+        )
+        found = replace(found, averaging=averaging, nans=nans)
     return found
+
+
+STEADY = (
+    "mean(steady())",
+    "mean(steady(of='steps'))",
+    "mean(clip=0.05)",
+    "mean(steady(penalty=1.0), clip=0.1)",
+    "outer(of=mean(steady(), clip=0.1))",
+)
+STEADY_WIRED = (
+    "mean(steady(), quantized(4, bucket=16))",
+    "mean(steady(), sparse(0.2), clip=0.1)",
+    "mean(wire=quantized('sign', bucket=8), clip=0.05)",
+)
+"""Drawn last, in the place of others, so that the other seeds stay what they are."""
 
 
 def _averaging(dice: random.Random, num_workers: int) -> str:

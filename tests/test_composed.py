@@ -31,6 +31,7 @@ COMPOSED: dict[str, Any] = {
     "quantized diloco": prsgd.outer(0.7, 0.9, of=prsgd.mean(wire=prsgd.quantized(4, bucket=16))),
     "sparseloco": prsgd.outer(0.7, 0.9, of=prsgd.mean(wire=prsgd.sparse(0.02))),
     "sparseloco by samples": prsgd.outer(0.7, 0.9, of=prsgd.mean("samples", prsgd.sparse(0.02))),
+    **{f"steady, {name}, clipped": prsgd.mean(prsgd.steady(), wire, clip=0.1) for name, wire in WIRES.items()},
     "half slowmo": prsgd.outer(1.0, 0.7, nesterov=False, by_inner_lr=True, of=prsgd.mean("steps", prsgd.half())),
 }
 

@@ -463,8 +463,8 @@ def rank_differs(rank: int, what: str) -> str:
         ("more", "worker 2 has parameter '2.weight' [2, 2] float32, worker 0 has optimizer_state 'keep'"),
         (
             "averaging",
-            "worker 2 has averaging mean(weights='steps', wire=None), "
-            "worker 0 has averaging mean(weights='uniform', wire=None)",
+            "worker 2 has averaging mean(weights='steps', wire=None, clip=None), "
+            "worker 0 has averaging mean(weights='uniform', wire=None, clip=None)",
         ),
         ("overlap", "worker 2 has optimizer_state 'keep', overlap 1, worker 0 has"),
     ],

@@ -16,6 +16,7 @@ SEEDS = [
     *(26, 27, 29, 30, 31, 32, 33, 35, 40, 45, 51, 55, 67, 69, 82, 109, 111, 135),
     *(39, 48, 49, 84),
     *(47, 117, 137, 148, 159),
+    *(65, 74, 90, 174, 269, 643, 829, 1073, 1678, 2046),
 ]
 """Among them every averaging, schedule, overlap (also one that is chosen) and kind of trouble; each has two ranks."""
 

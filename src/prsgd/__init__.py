@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from prsgd.averaging.gossip import gossip
     from prsgd.averaging.mean import mean
     from prsgd.averaging.outer import outer
+    from prsgd.averaging.steady import steady
     from prsgd.averaging.weights import Brought, Weights
     from prsgd.averaging.wires.base import Wire
     from prsgd.averaging.wires.half import half
@@ -97,6 +98,7 @@ _HOME = {
     "quantized": "averaging.wires.quantized",
     "resumable": "saving.resumable",
     "sparse": "averaging.wires.sparse",
+    "steady": "averaging.steady",
     "timed": "schedules.speed",
     "together": "core.several",
 }
@@ -150,6 +152,7 @@ __all__ = [
     "quantized",
     "resumable",
     "sparse",
+    "steady",
     "timed",
     "together",
 ]

@@ -68,7 +68,7 @@ class Record:
     workers: int
     """How many workers' models were averaged."""
     bad_workers: int
-    """How many were left out because their models were not finite."""
+    """How many were left out because their models were not finite; ``outliers`` are others."""
     bytes_sent: int
     """Per worker."""
     server_bytes_sent: int
@@ -105,6 +105,8 @@ class Record:
     """With a ``prsgd.cluster.ClusterClock``."""
     members: tuple[int, ...] | None = None
     """The ids of the workers that took part, where workers come and go; None: all."""
+    outliers: int = 0
+    """How many were left out because their models, finite as they were, had changed far more than is usual."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:

@@ -121,15 +121,22 @@ class Header:
     tells: tuple[float, ...] = ()
     """By worker id, 0 where not hosted, as sent; of all workers as landed. Empty unless the averaging ``tells``."""
     told: tuple[float, ...] = ()
-    """What all told so with the average before."""
+    """What all told so with the average before, or what the averaging has kept of it."""
+    changes: tuple[Callable[[], float | None], ...] = ()
+    """Per hosted worker: asks how far its model is from where the workers last agreed."""
 
     @property
     def brought(self) -> list[Brought]:
         """What the hosted workers bring, for their weights."""
         n = len(self.counts)
-        ids, losses = self.workers or range(n), self.losses or (_unknown,) * n
-        each = zip(ids, self.steps, self.samples, losses)
-        return [Brought(id, steps, samples, self.told, loss) for id, steps, samples, loss in each]
+        ids, losses, changes = (
+            self.workers or range(n), self.losses or (_unknown,) * n, self.changes or (_unknown,) * n
+        )  # fmt: skip
+        each = zip(ids, self.steps, self.samples, losses, changes, self.counts)
+        return [
+            Brought(id, steps, samples, self.told, loss, change if counts else _unknown)
+            for id, steps, samples, loss, change, counts in each
+        ]
 
     def numbers(self) -> Tensor:
         """What the loop tells, to be summed as it is."""
@@ -295,6 +302,24 @@ class Averaging(ABC):
     def tell(self, brought: Brought) -> float:
         """A number that all workers know one average later, as ``header.told``."""
         return 0.0
+
+    def hear(self, known: tuple[float, ...], told: tuple[float, ...]) -> tuple[float, ...]:
+        """The next ``header.told``, after an average with which ``told`` was told, and ``known`` before."""
+        return told
+
+    def distrusts(self, brought: Brought) -> bool:
+        """Are the worker's buffers to be left out of the average?"""
+        return False
+
+    def left_out(self, told: tuple[float, ...]) -> tuple[int, ...]:
+        """The workers that were left out of the average with which ``told`` was told, and are given up as one whose
+        model is not finite."""
+        return ()
+
+    def measure(self, memory: Memory, snap: Tensor) -> tuple[Callable[[], float | None], ...]:
+        """Per hosted worker: asks how far its row of ``snap`` (n, P) is from where the workers last agreed; empty if
+        that is not remembered."""
+        return ()
 
     def init(self, point: Tensor, hosted: int) -> Memory:
         """What it remembers before the first average: all workers, ``hosted`` of them here, begin at ``point`` (P,)."""

@@ -1,21 +1,27 @@
-"""The paper's averaging: the mean of all workers' models. Two choices make it: the weights, and the wire."""
+"""The paper's averaging: the mean of all workers' models. Its weights, its wire and a clip are choices."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from prsgd._check import positive
 from prsgd.averaging import weights as weighing
 from prsgd.averaging.base import Averaging, Header, Landing, Memory, Setting
 from prsgd.averaging.summed import summed, weighted_sum
 from prsgd.averaging.wires.base import Arrived, Change, Changes, Wire
 from prsgd.averaging.wires.half import half
 from prsgd.comm.base import Communicator, Then, Work
+
+CHUNK = 1 << 19
+"""Numbers whose distance is taken at a time: they stay in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +31,18 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
 
     ``weights="samples"`` needs ``local.log(samples=...)`` *before* each ``optimizer.step()``. With a ``wire`` what
     travels is each model's change since the last average, in a cheaper form: ``half()``, ``quantized(4)``,
-    ``sparse(0.01)``. ``dtype=torch.bfloat16`` is short for ``wire=half(torch.bfloat16)``.
+    ``sparse(0.01)``. ``dtype=torch.bfloat16`` is short for ``wire=half(torch.bfloat16)``. ``clip`` is the largest norm
+    that the mean change may have since the last average: a longer one is scaled down to it, for one more row of memory.
+    ``consensus()`` and the average that ends a run are not clipped.
 
-    >>> mean("steps", wire=half())
-    mean(weights='steps', wire=half(dtype=torch.bfloat16))
+    >>> mean("steps", wire=half(), clip=10.0)
+    mean(weights='steps', wire=half(dtype=torch.bfloat16), clip=10.0)
     """
 
     weights: weighing.AnyWeights = "uniform"
     wire: Wire | None = None
     dtype: InitVar[torch.dtype | None] = None
+    clip: float | None = None
 
     def __post_init__(self, dtype: torch.dtype | None) -> None:
         weighing.found(self.weights)
@@ -45,6 +54,8 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
             object.__setattr__(self, "wire", half(dtype))
         if self.wire is not None:
             self.wire.check_weights(self.weights)
+        if self.clip is not None:
+            positive("clip", self.clip)
 
     @property
     def knows_drift(self) -> bool:
@@ -65,17 +76,39 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
     def tell(self, brought: weighing.Brought) -> float:
         return weighing.found(self.weights).tell(brought)
 
+    def hear(self, known: tuple[float, ...], told: tuple[float, ...]) -> tuple[float, ...]:
+        return weighing.found(self.weights).hear(known, told)
+
+    def distrusts(self, brought: weighing.Brought) -> bool:
+        return self.tells and weighing.found(self.weights).distrusts(brought)
+
+    def left_out(self, told: tuple[float, ...]) -> tuple[int, ...]:
+        return weighing.found(self.weights).left_out(told)
+
+    def measure(self, memory: Memory, snap: Tensor) -> tuple[Callable[[], float | None], ...]:
+        if "point" not in memory:
+            return ()
+        return tuple(cache(partial(_distance, row, memory["point"])) for row in snap)
+
     def check(self, setting: Setting) -> None:
         if self.wire is not None:
             self.wire.check(setting)
 
     def init(self, point: Tensor, hosted: int) -> Memory:
-        """With a wire: the ``point`` that all last agreed on, the number of ``averages``, and each hosted worker's
-        ``residuals`` (n, P) where the wire leaves something out."""
-        if self.wire is None:
-            return {}
-        memory = {"point": point.clone(), "averages": 0}
-        return {**memory, "residuals": point.new_zeros(hosted, len(point))} if self.wire.keeps_residuals else memory
+        """With a wire, a clip or weights that measure changes: the ``point`` that all last agreed on. With a wire: the
+        number of ``averages``, and each hosted worker's ``residuals`` (n, P) where the wire leaves something out."""
+        memory: dict[str, Any] = {}
+        if self.wire is not None or self._keeps_point:
+            memory["point"] = point.clone()
+        if self.wire is not None:
+            memory["averages"] = 0
+            if self.wire.keeps_residuals:
+                memory["residuals"] = point.new_zeros(hosted, len(point))
+        return memory
+
+    @property
+    def _keeps_point(self) -> bool:
+        return self.clip is not None or weighing.found(self.weights).measures
 
     def met(self, memory: Memory, point: Tensor) -> Memory:
         return {**memory, "point": point} if "point" in memory else memory
@@ -88,7 +121,8 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
 
     def launch(self, memory: Memory, comm: Communicator, snap: Tensor, header: Header) -> Work[Landing]:
         if self.wire is None:
-            return summed(comm, snap, header, self.weigh(header))
+            work = summed(comm, snap, header, self.weigh(header))
+            return Then(work, partial(self._remembering, memory)) if self._keeps_point else work
         # In a consensus nothing lands, and the loop takes the exact mean: there is nothing to say.
         weights = [0.0] * len(snap) if header.sums.consensus else self.weigh(header)
         header = header.weighing(sum(weights))
@@ -98,28 +132,60 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
             for i, weight in enumerate(weights)
             if weight
         )
-        work = self.wire.send(comm, Changes(changes, average), memory["point"], header)
+        sent = self.wire.send(comm, Changes(changes, average), memory["point"], header)
 
         def landing(arrived: Arrived) -> Landing:
             began = time.perf_counter()
             found = Landing(
                 target=None,
                 header=arrived.header,
-                bytes_sent=work.bytes_sent,
-                server_bytes_sent=work.server_bytes_sent,
-                hops=work.hops,
+                bytes_sent=sent.bytes_sent,
+                server_bytes_sent=sent.server_bytes_sent,
+                hops=sent.hops,
             )
             if not arrived.header.sums.weight:
                 return found
-            target = arrived.moved(memory["point"])
+            target = self._clipped(memory["point"], arrived.moved(memory["point"]))
             after = {**memory, "point": target, "averages": average + 1}
             if "residuals" in memory:
-                after["residuals"] = _residuals(memory["residuals"], arrived.kept, header.bad)
+                out = self.left_out(arrived.header.tells)
+                given_up = [bad or worker in out for bad, worker in zip(header.bad, comm.workers)]
+                after["residuals"] = _residuals(memory["residuals"], arrived.kept, given_up)
             known = _mean(snap, weights, target) if len(snap) == len(comm.members) else None
             seconds = time.perf_counter() - began
             return replace(found, target=target, memory=after, mean=known, copy_seconds=seconds)
 
-        return Then(work, landing)
+        return Then(sent, landing)
+
+    def _remembering(self, memory: Memory, landing: Landing) -> Landing:
+        """The landing of a mean in full, clipped, and the point that all agree on now."""
+        if landing.target is None:
+            return landing
+        began = time.perf_counter()
+        target = self._clipped(memory["point"], landing.target)
+        point = target.clone() if target is landing.target else target  # it lies where the next sum will
+        seconds = landing.copy_seconds + time.perf_counter() - began
+        return replace(landing, target=target, memory={**memory, "point": point}, copy_seconds=seconds)
+
+    def _clipped(self, point: Tensor, target: Tensor) -> Tensor:
+        """The target, or what lies on the way to it as far from the point as ``clip`` allows."""
+        norm = 0.0 if self.clip is None else _distance(target, point)
+        if self.clip is None or norm <= self.clip:
+            return target
+        if norm == math.inf or math.isnan(norm):  # a sum of large models: it says not even where to
+            return point.clone()
+        return torch.lerp(point, target, self.clip / norm)
+
+
+def _distance(row: Tensor, point: Tensor) -> float:
+    """Of a row from a point; in float64 if need be, since float32 does not hold the squares of all that it holds."""
+    for dtype in (None, torch.float64):
+        parts = zip(row.split(CHUNK), point.split(CHUNK))
+        lengths = torch.stack([torch.linalg.vector_norm(r - p, dtype=dtype) for r, p in parts])
+        found = float(torch.linalg.vector_norm(lengths, dtype=torch.float64))
+        if math.isfinite(found):
+            break
+    return found
 
 
 def _change(memory: Memory, snap: Tensor, i: int, part: slice = slice(None), out: Tensor | None = None) -> Tensor:
@@ -128,13 +194,13 @@ def _change(memory: Memory, snap: Tensor, i: int, part: slice = slice(None), out
     return change.add_(memory["residuals"][i, part]) if "residuals" in memory else change
 
 
-def _residuals(before: Tensor, kept: dict[int, Tensor], bad: Sequence[bool]) -> Tensor:
+def _residuals(before: Tensor, kept: dict[int, Tensor], given_up: Sequence[bool]) -> Tensor:
     after = before.clone()
-    for i, is_bad in enumerate(bad):
-        if is_bad:  # its model is given up, and so is what it had to say
-            after[i] = 0.0
     for i, residual in kept.items():
         after[i] = residual
+    for i, is_given_up in enumerate(given_up):
+        if is_given_up:  # its model is, and so is what it had to say
+            after[i] = 0.0
     return after
 
 

@@ -14,7 +14,7 @@ says nothing: workers move to the mean, u waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -37,7 +37,7 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
     Weights and the wire are the mean's: ``outer(of=mean("samples", wire=sparse(0.02)))`` is SparseLoCo.
 
     >>> outer(momentum=0.5)
-    outer(lr=0.7, momentum=0.5, nesterov=True, by_inner_lr=False, of=mean(weights='uniform', wire=None))
+    outer(lr=0.7, momentum=0.5, nesterov=True, by_inner_lr=False, of=mean(weights='uniform', wire=None, clip=None))
     """
 
     lr: float = 0.7
@@ -72,6 +72,18 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
 
     def tell(self, brought: Brought) -> float:
         return self.of.tell(brought)
+
+    def hear(self, known: tuple[float, ...], told: tuple[float, ...]) -> tuple[float, ...]:
+        return self.of.hear(known, told)
+
+    def distrusts(self, brought: Brought) -> bool:
+        return self.of.distrusts(brought)
+
+    def left_out(self, told: tuple[float, ...]) -> tuple[int, ...]:
+        return self.of.left_out(told)
+
+    def measure(self, memory: Memory, snap: Tensor) -> tuple[Callable[[], float | None], ...]:
+        return self.of.measure(memory, snap)
 
     def check(self, setting: Setting) -> None:
         self.of.check(setting)

@@ -1,7 +1,8 @@
 """How much each worker counts in a mean.
 
 A weight may depend on what a worker knows itself, and on one number of each worker that all know one average later:
-``Weights.tell`` gives that number, and ``Brought.told`` has those of the average before, by worker.
+``Weights.tell`` gives that number, and ``Brought.told`` has those of the average before, by worker, or what
+``Weights.hear`` has made of all that were told.
 """
 
 from __future__ import annotations
@@ -25,13 +26,21 @@ class Brought:
     samples: int
     """Logged for them."""
     told: tuple[float, ...] = ()
-    """What every worker told with the average before; empty before the second, and unless the weights ``tells``."""
+    """What every worker told with the average before, as ``Weights.hear`` keeps it; empty before the second, and unless
+    the weights ``tells``."""
     _loss: Callable[[], float | None] = field(default=lambda: None, repr=False)
+    _change: Callable[[], float | None] = field(default=lambda: None, repr=False)
 
     @property
     def loss(self) -> float | None:
         """Mean of what was logged in the round so far; None if nothing was."""
         return self._loss()
+
+    @property
+    def change(self) -> float | None:
+        """How far its model is from where the workers last agreed; None if it does not count, or if nobody remembers
+        that point (weights that ``measures`` have it remembered)."""
+        return self._change()
 
 
 class Weights(ABC):
@@ -39,6 +48,8 @@ class Weights(ABC):
 
     tells: ClassVar[bool] = False
     """Does ``tell`` say something?"""
+    measures: ClassVar[bool] = False
+    """Do they go by ``Brought.change``? That takes one more row of memory, and a pass over the model."""
 
     @abstractmethod
     def weigh(self, brought: Brought) -> float:
@@ -47,6 +58,20 @@ class Weights(ABC):
     def tell(self, brought: Brought) -> float:
         """A number that all workers know one average later."""
         return 0.0
+
+    def hear(self, known: tuple[float, ...], told: tuple[float, ...]) -> tuple[float, ...]:
+        """What all workers know after an average with which ``told`` was told, by worker, and ``known`` before it: the
+        next ``Brought.told``. It is saved with the run."""
+        return told
+
+    def distrusts(self, brought: Brought) -> bool:
+        """Are the worker's buffers to be left out of the average too, not only its model?"""
+        return False
+
+    def left_out(self, told: tuple[float, ...]) -> tuple[int, ...]:
+        """The workers that were left out of the average with which ``told`` was told: they are given the mean and fresh
+        optimizer state, and what they did since is dropped."""
+        return ()
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,15 @@ class Average:
     """Their ids, where workers come and go."""
     counts: tuple[bool, ...]
     bad: tuple[bool, ...]
+    """Whose models are not finite, or were left out: they take the target itself."""
     to_land: set[int]
     """Hosted workers, by place, on which it has not landed."""
     landing: Landing | None = None
     """What came back, once somebody waited for it."""
     announced: bool = False
     """Its header was read."""
+    outliers: tuple[int, ...] = ()
+    """The ids of those of all workers that the averaging left out, as its header tells."""
     step: int = 0
     period: int = 0
     overlap: int = 0
@@ -106,9 +109,10 @@ class Average:
             step=self.step,
             period=self.period,
             overlap=self.overlap,
-            workers=int(sums.workers),
+            workers=int(sums.workers) - len(self.outliers),
             members=self.who,
             bad_workers=int(sums.bad),
+            outliers=len(self.outliers),
             bytes_sent=landing.bytes_sent,
             server_bytes_sent=landing.server_bytes_sent,
             hops=landing.hops,
@@ -164,13 +168,21 @@ class Averages:
     hear: Callable[[Mapping[str, Any]], None] = _ignore
     mean_lr: float = 0.0
     """Of all workers with data, at the newest average that has arrived."""
+    named_outliers: set[int] = field(default_factory=set)
+    """Workers that were warned of."""
+    totals: tuple[float, ...] = ()
+    """Per hosted worker: what the numbers of its model added up to in the newest average, and in the one before that; 0
+    where they were not finite."""
+    totals_before: tuple[float, ...] = ()
 
     def launch(self, answering: Sequence[int]) -> Average:
         """Start the average of the hosted workers' snapshots; those that answer have theirs taken now."""
         began = time.perf_counter()
         boarded = self.snapshots.board()
-        header = self.headers.make(boarded)
+        header = self.headers.make(boarded, self.memory)
         self.clock.launched(answering)
+        self.totals_before = self.totals
+        self.totals = tuple(0.0 if bad else total for bad, total in zip(boarded.bad, boarded.totals))
         self.comm.invite(self.tell)
 
         def start() -> Work[Landing]:
@@ -223,11 +235,31 @@ class Averages:
                 self.memory = self.averaging.met(self.memory, landing.target.clone())
         elif landing.memory is not None:
             self.memory = landing.memory
-        self.headers.told, self.headers.flights = landing.header.tells, ()  # that was told with it, and is news once
+        self.headers.flights = ()  # that was told with it, and is news once
+        if landing.header.tells:
+            self.headers.told = self.averaging.hear(self.headers.told, landing.header.tells)
         if average.brought_news:
             sent = Sent(landing.bytes_sent, landing.server_bytes_sent, landing.hops, landing.hears)
             flights = self.clock.arrived(sent, round=self.books.round + 1, flight_seconds=average.flight_seconds)
             self.headers.flights = tuple(flights)
+
+    def leave_out(self, average: Average) -> None:
+        """Those that its averaging has left out are given up, as if their models were not finite."""
+        landing = average.arrived
+        if not landing.header.tells or landing.target is None:
+            return
+        out = average.outliers = self.averaging.left_out(landing.header.tells)
+        average.bad = tuple(bad or id in out for bad, id in zip(average.bad, self.roll.ids))
+        average.counts = tuple(counts and id not in out for counts, id in zip(average.counts, self.roll.ids))
+        for id in sorted(set(out) - self.named_outliers) if self.books.speaks else ():
+            self.named_outliers.add(id)
+            warnings.warn(
+                f"round {self.books.round + 1}: worker {id} was left out of the average: it changed its model by "
+                f"{abs(landing.header.tells[id]):.3g}, far more than is usual for it and for the others; it restarts "
+                "from their mean, with fresh optimizer state (if it happens again, records tell: Record.outliers)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def land(self, i: int, average: Average) -> None:
         """Move worker i to its target: x_i += target_i - snap_i, or the target itself if it has not moved since."""
@@ -247,6 +279,8 @@ class Averages:
         if self.pools(average) or bad:
             self.snapshots.buffers.write(i, self.pooled(average))
         if bad:
+            self.snapshots.state.forget(i)
+        if bad and self.roll.ids[i] not in average.outliers:
             self._tell_of_bad(i)
         average.to_land.discard(i)
         average.copy_seconds += time.perf_counter() - began
@@ -274,7 +308,6 @@ class Averages:
             average.drifts += 1
 
     def _tell_of_bad(self, i: int) -> None:
-        self.snapshots.state.forget(i)
         buffer = self.snapshots.not_finite.get(i)
         where = f" (buffer {buffer!r})" if buffer else ""
         warnings.warn(

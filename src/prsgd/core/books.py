@@ -87,7 +87,7 @@ class Books:
     """The records of this process, and the hosted workers' share in the next one."""
 
     def __init__(self, hosted: int, on_record: Callable[[Record], None] | None, *, speaks: bool) -> None:
-        self.listeners, self._speaks = [] if on_record is None else [on_record], speaks
+        self.listeners, self.speaks = [] if on_record is None else [on_record], speaks
         """Called with each complete record."""
         self.pages = [Page() for _ in range(hosted)]
         self.records: deque[Record] = deque(maxlen=KEPT)
@@ -169,7 +169,7 @@ class Books:
         """Workers whose models are alike to the last bit before they are averaged have nothing to average."""
         still = self._alike and record.workers > 1 and record.period > 0 and record.lr > MOVES_NOTHING
         self._still = self._still + 1 if still else 0
-        if self._still == 2 and self._speaks:
+        if self._still == 2 and self.speaks:
             warnings.warn(
                 f"rounds {record.round - 1} and {record.round}: all workers' models were alike to the last bit before "
                 "they were averaged. Is DistributedDataParallel (or a trainer's ddp strategy) left on, so that "

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from prsgd.averaging.base import DIGIT, NOISE_WIDTH, Averaging, Header
+from prsgd.averaging.base import DIGIT, NOISE_WIDTH, Averaging, Header, Memory
 from prsgd.clocks.base import Timekeeper
 from prsgd.comm.base import Communicator
 from prsgd.core.books import Books
@@ -43,9 +43,9 @@ class Headers:
     noise: GradientNoise | None = None
     """How much gradients scatter, where the schedule has to know."""
 
-    def make(self, boarded: Boarded, *, look: bool = False, everybody: bool = False) -> Header:
+    def make(self, boarded: Boarded, memory: Memory, *, look: bool = False, everybody: bool = False) -> Header:
         """Of the hosted workers' snapshots, or in a look of their models as they are; ``everybody`` counts, with news
-        or without."""
+        or without. ``memory`` is the averaging's."""
         bring, answering = [], 0
         each = zip(self.accounts, self.paces, self.books.pages, boarded.bad, self.roll.done)
         for account, pace, page, bad, done in each:
@@ -81,10 +81,15 @@ class Headers:
             workers=tuple(self.roll.ids),
             losses=tuple([page.loss_of_round for page in self.books.pages]),
             told=self.told,
+            changes=self.averaging.measure(memory, boarded.snap),
             flat=boarded.flat,
         )
         if self.averaging.tells:
-            header = replace(header, tells=self._by_id(map(self.averaging.tell, header.brought)))
+            weighed = header.brought
+            header = replace(header, tells=self._by_id(map(self.averaging.tell, weighed)))
+            trusted = tuple(pool and not self.averaging.distrusts(b) for pool, b in zip(pools, weighed))
+            if trusted != pools:
+                header = replace(header, exact=self.buffers.sums(boarded.buffers, trusted))
         if self.skipped is not None and not look:
             header = replace(header, skipped=(self.skipped(),))
         return header

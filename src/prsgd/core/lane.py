@@ -34,7 +34,7 @@ from prsgd.schedules.base import Learns, Schedule
 
 _PLAIN = (
     "members", "who", "announced", "step", "period", "overlap", "wait_seconds", "copy_seconds", "flight_seconds",
-    "drift", "drifts", "reason",
+    "drift", "drifts", "reason", "outliers",
 )  # fmt: skip
 """Of an ``Average``, as it is."""
 

@@ -55,14 +55,14 @@ class Loop:
     def before_update(self, places: Sequence[int]) -> list[int]:
         """Between a step's gradient and its update: land what is due (Alg. 1 lines 5-6).
 
-        Returns those whose gradients were taken at models that are not finite, and are no more of use.
+        Returns those whose gradients were taken at models that are given up, and are no more of use.
         """
         replaced = []
         for i in places if self.average is not None else ():
-            if self.average is not None and self.paces[i].lands_now:
-                bad = self.average.bad[i]
-                self._land([i], in_step=not bad)
-                replaced += [i] if bad else []
+            average = self.average
+            if average is not None and self.paces[i].lands_now:
+                self._land([i], in_step=True)
+                replaced += [i] if average.bad[i] else []
         return replaced
 
     def after_update(self, updated: Sequence[int], stepped: Sequence[int]) -> bool:
@@ -165,7 +165,7 @@ class Loop:
         self._meeting.arrive(average)
         for i in sorted(average.to_land):
             if i in places or self._roll.done[i]:
-                self._touch_down(i, average, in_step=in_step and not self._roll.done[i])
+                self._touch_down(i, average, in_step=in_step and not self._roll.done[i] and not average.bad[i])
         for i, seconds in began.items():  # waiting for the last average is no part of the round that is open by now
             self.paces[i].opened_seconds += self._clock(self._roll.ids[i]) - seconds
         if not average.to_land:

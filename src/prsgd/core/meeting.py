@@ -5,6 +5,8 @@ One exact mean is taken by the one function that sums, whatever the averaging. N
 
 from __future__ import annotations
 
+import math
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +21,8 @@ from prsgd.core.average import Average, Averages
 from prsgd.errors import DivergedError, MismatchError, UsageError
 from prsgd.records import Record
 
+THROWN = 1e6
+"""So many times larger than any other's is a model that must have thrown the others off."""
 SETTLE_EVERY = 1024
 """Averages with neighbours only, after which all workers meet to sum what records wait for."""
 
@@ -56,6 +60,7 @@ class Meeting:
                     RuntimeWarning,
                     stacklevel=2,
                 )
+        averages.leave_out(average)
         averages.note(average)
         sums = landing.header.sums
         if not landing.shared:
@@ -84,7 +89,7 @@ class Meeting:
         """The exact mean of all workers' models as they are now; an average in flight has arrived."""
         averages = self._averages
         boarded = averages.snapshots.board(as_they_are=True)
-        header = averages.headers.make(boarded, look=True)
+        header = averages.headers.make(boarded, averages.memory, look=True)
         with averages.named():
             work = averages.averaging.launch(averages.memory, self._comm, boarded.snap, header)
             landing = self._met(work.wait(averages.patience.longest_seconds), look=True)
@@ -130,7 +135,7 @@ class Meeting:
         """One exact mean of what was boarded before; ``alike``: all weigh the same, whatever they have done."""
         averages = self._averages
         boarded = averages.snapshots.board(as_they_are=look)
-        header = averages.headers.make(boarded, look=look, everybody=everybody)
+        header = averages.headers.make(boarded, averages.memory, look=look, everybody=everybody)
         weights = None if alike else averages.averaging.weigh(header)
         with averages.named():
             return summed(self._comm, boarded.snap, header, weights).wait(averages.limit_seconds)
@@ -215,5 +220,19 @@ class Meeting:
     def _diverged(self, sums: Sums) -> DivergedError:
         return DivergedError(
             f"round {self._books.round + 1}: no worker has a finite model left to restart from "
-            f"({sums.bad:g} are not finite); lower the lr, or clip gradients"
+            f"({sums.bad:g} are not finite); {self._thrower() or 'lower the lr, or clip gradients'}"
+        )
+
+    def _thrower(self) -> str:
+        """Did one worker throw all others off? Its model, finite but huge, was part of the mean that all took."""
+        found = [0.0] * len(self._comm.members)
+        for id, total in zip(self._averages.roll.ids, self._averages.totals_before):
+            found[id] = min(abs(total), sys.float_info.max / len(found)) if total == total else math.inf
+        sizes = [abs(total) for total in self._summed(found).tolist()]
+        largest, *others = sorted(sizes, reverse=True)
+        if not others or largest <= THROWN * max(*others, 1.0):
+            return ""
+        return (
+            f"in the average before, the numbers of worker {sizes.index(largest)}'s model added up to {largest:.2g} "
+            f"and those of no other to more than {others[0]:.2g}: mean(weights=prsgd.steady()) leaves such a worker out"
         )

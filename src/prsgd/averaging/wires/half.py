@@ -56,7 +56,7 @@ class half(Wire):  # noqa: N801 - a word in the user's sentence
 
         def arrived(_: tuple[Tensor, Tensor]) -> Arrived:
             landed = header.landed(full[:num_extras], full[num_extras:])
-            landed = replace(landed, extras=landed.extras / max(landed.sums.weight, 1e-30))
+            landed = replace(landed, extras=landed.extras / (landed.sums.weight or 1.0))
             return Arrived(landed, lambda point: step(point, total.to(like.dtype), landed.sums.weight), kept)
 
         return Then(Both(comm.all_reduce(full), comm.all_reduce(total)), arrived)
