@@ -1,10 +1,15 @@
-"""Faults at random moments, and what becomes of the run: kills, two at once, a link that is down for 3 s.
+"""Faults at random moments, and what becomes of the run: kills, two at once, hangs, a link that is down for 3 s.
 
-python bench/chaos.py --kills 50 --pairs 20 --cuts 10     # the last as root: in network namespaces
+python bench/chaos.py --kills 50 --pairs 20 --cuts 10     # states, and torchrun that starts again
+python bench/chaos.py --elastic --kills 200 --pairs 20 --hangs 20 --cuts 10     # prsgd.TorchFT
+
+(Cuts are made as root, in network namespaces.)
 
 A kill takes whichever worker chance says, the one with rank 0 too, while all average; the next comes after all have
 gone on. "Rounds lost" are averages that had landed and are made again; "recovered" is the time from the fault to the
-next average of all workers. At the end all models must be equal to the last bit.
+next average of all workers; with TorchFT it is the longest gap between two averages of a worker that was not harmed,
+and "joined" the time from when a worker that was started in its place is ready to its first average. At the end all
+models must be equal to the last bit.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +27,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,13 +53,14 @@ class Tries:
     survived: int = 0
     lost: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    joined: list[float] = field(default_factory=list)
     alike: bool = False
 
     def line(self) -> str:
         rounds = f"{median(self.lost):g} / {max(self.lost)}" if self.lost else ""
-        times = f"{median(self.seconds):.2f} / {max(self.seconds):.2f} s" if self.seconds else ""
+        times, joined = (f"{median(s):.2f} / {max(s):.2f} s" if s else "" for s in (self.seconds, self.joined))
         apart = "0" if self.alike else "NOT 0"
-        return f"| {self.fault} | {self.survived} of {self.tried} | {rounds} | {times} | {apart} |"
+        return f"| {self.fault} | {self.survived} of {self.tried} | {rounds} | {times} | {joined} | {apart} |"
 
 
 class Run:
@@ -177,6 +186,119 @@ def cuts(number: int, chance: random.Random, *, seconds: float = 3.0) -> Tries:
     return tries
 
 
+class Crew(Run):
+    """Workers that come and go, and their lighthouse at the place of the first."""
+
+    def __init__(self, folder: Path, places: Sequence[Place]) -> None:
+        super().__init__(folder, len(places))
+        self.places, port = places, _free_port()
+        self._address = f"{places[0].address}:{port}"
+        options = "--min_replicas", "1", "--heartbeat_timeout_ms", "500", "--quorum_tick_ms", "20"
+        command = [*places[0].command, "torchft_lighthouse", "--bind", self._address, *options]
+        self._words = (folder / "words").open("a")
+        self._lighthouse = subprocess.Popen(command, stdout=self._words, stderr=self._words)
+        self.processes = {worker: self._start(worker) for worker in range(len(places))}
+
+    def replace(self, worker: int) -> None:
+        """Start another one in its place."""
+        self.processes[worker].wait()
+        self.processes[worker] = self._start(worker)
+
+    def close(self) -> None:
+        for process in (*self.processes.values(), self._lighthouse):
+            process.kill()
+            process.wait()
+        self._words.close()
+
+    def longest_gap(self, moment: float, workers: Sequence[int]) -> float:
+        """Between two averages of any of these, of which the second came after ``moment``."""
+        gaps: list[float] = []
+        for worker in workers:
+            times = [word["at"] for word in self.said(worker) if "starts" not in word]
+            gaps += [after - before for before, after in pairwise(times) if after > moment]
+        return max(gaps)
+
+    def _start(self, worker: int) -> subprocess.Popen[bytes]:
+        place = self.places[worker]
+        job = {
+            "RANK": str(worker), "WORLD_SIZE": str(self.workers), "TORCHFT_LIGHTHOUSE": self._address,
+            "GLOO_SOCKET_IFNAME": place.interface, "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = [*place.command, sys.executable, str(WORKER), str(self.folder), "torchft"]
+        return subprocess.Popen(command, env={**os.environ, **job}, stdout=self._words, stderr=self._words)
+
+
+def harms(
+    what: str, number: int, at_once: int, chance: random.Random, harm: Callable[[Crew, list[int]], bool], link: Link, *,
+    workers: int = 4,
+) -> Tries:  # fmt: skip
+    """``harm`` does it to these workers, and says whether others are to be started in their places."""
+    tries = Tries(f"{what}, torchft")
+    with made(link, workers) as places, tempfile.TemporaryDirectory() as folder:
+        crew = Crew(Path(folder), places)
+        try:
+            crew.await_average(0.0)
+            for _ in range(number):
+                time.sleep(chance.uniform(1.0, 2.0))
+                # The lighthouse is at the first one's place: a link that is cut there cuts it off from all.
+                victims = chance.sample(range(1 if harm is _cut_off else 0, workers), at_once)
+                others = [worker for worker in range(workers) if worker not in victims]
+                done, moment = max(word["round"] for word in crew.newest()), time.time()
+                tries.tried += 1
+                try:
+                    gone = harm(crew, victims)
+                    crew.await_average(max(moment, time.time()), others)
+                    tries.seconds.append(crew.longest_gap(moment, others))
+                    tries.lost.append(max(0, done - min(crew.newest()[worker]["round"] for worker in others)))
+                    for victim in victims:
+                        before = len(crew.said(victim))
+                        if gone:
+                            crew.replace(victim)
+                        crew.await_average(time.time(), [victim])
+                        ready = [word["at"] for word in crew.said(victim)[before:] if "starts" in word]
+                        first = next(w["at"] for w in crew.said(victim)[before:] if "starts" not in w)
+                        tries.joined += [first - ready[0]] if ready else []
+                except LostError as error:
+                    print(f"{tries.fault}: {error}", file=sys.stderr)
+                    break
+                tries.survived += 1
+            tries.alike = crew.end()
+        finally:
+            crew.close()
+    return tries
+
+
+def _killed(crew: Crew, victims: list[int]) -> bool:
+    for victim in victims:
+        crew.processes[victim].kill()
+    time.sleep(1.0)
+    return True
+
+
+def _stopped(crew: Crew, victims: list[int]) -> bool:
+    for victim in victims:
+        crew.processes[victim].send_signal(signal.SIGSTOP)
+    time.sleep(5.0)
+    for victim in victims:
+        crew.processes[victim].send_signal(signal.SIGCONT)
+    return False
+
+
+def _cut_off(crew: Crew, victims: list[int]) -> bool:
+    for state, seconds in (("down", 3.0), ("up", 0.0)):
+        for victim in victims:
+            _set(crew.places[victim].command[-1], state)
+        time.sleep(seconds)
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def _worker_at(place: Place, rank: int, places: Sequence[Place], folder: str) -> subprocess.Popen[bytes]:
     job = {
         "RANK": str(rank), "WORLD_SIZE": str(len(places)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
@@ -196,20 +318,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Faults at random moments.")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--hangs", type=int, default=0)
     parser.add_argument("--cuts", type=int, default=0)
+    parser.add_argument("--elastic", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     chance = random.Random(args.seed)
-    faults: list[Callable[[], Tries]] = []
-    if args.kills:
-        faults.append(lambda: kills(args.kills, 1, 3, chance))
-    if args.pairs:
-        faults.append(lambda: kills(args.pairs, 2, 4, chance))
-    if args.cuts:
-        faults.append(lambda: cuts(args.cuts, chance))
-    print("| fault | survived | rounds lost (median / most) | recovered (median / worst) | models apart |")
-    print("|---|---|---|---|---|")
-    for fault in faults:
+    loopback, wire = Link.parse("loopback"), Link.parse("1Gbit")
+    if args.elastic:
+        kinds = [
+            (args.kills, partial(harms, "SIGKILL of one of 4", args.kills, 1, chance, _killed, loopback)),
+            (args.pairs, partial(harms, "SIGKILL of two of 4", args.pairs, 2, chance, _killed, loopback)),
+            (args.hangs, partial(harms, "SIGSTOP for 5 s of one of 4", args.hangs, 1, chance, _stopped, loopback)),
+            (args.cuts, partial(harms, "link of one of 3 down 3 s", args.cuts, 1, chance, _cut_off, wire, workers=3)),
+        ]
+    else:
+        kinds = [
+            (args.kills, partial(kills, args.kills, 1, 3, chance)),
+            (args.pairs, partial(kills, args.pairs, 2, 4, chance)),
+            (args.cuts, partial(cuts, args.cuts, chance)),
+        ]
+    print("| fault | survived | rounds lost (median / most) | recovered (median / worst) | joined | models apart |")
+    print("|---|---|---|---|---|---|")
+    for fault in (fault for number, fault in kinds if number):
         try:
             print(fault().line(), flush=True)
         except NoLinkError as error:

@@ -24,11 +24,12 @@ def main() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(784, 380), torch.nn.ReLU(), torch.nn.Linear(380, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    comm = prsgd.init()
+    comm = prsgd.TorchFT() if level == "torchft" else prsgd.init()
     worker = comm.workers.start
     local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(PERIOD), comm=comm)
-    assert level == "torchrun"
-    run = prsgd.resumable(folder / "states", local, every=EVERY, model=model, optimizer=optimizer)
+    states = None
+    if level == "torchrun":
+        states = prsgd.resumable(folder / "states", local, every=EVERY, model=model, optimizer=optimizer)
     generator = torch.Generator().manual_seed(worker)
     x, y = torch.randn(8, 784, generator=generator), torch.randint(10, (8,), generator=generator)
     said = (folder / f"said-{worker}.jsonl").open("a", buffering=1)
@@ -36,14 +37,16 @@ def main() -> None:
     def say(**what: object) -> None:
         print(json.dumps({"at": time.time(), "pid": os.getpid(), "round": local.round, **what}), file=said)
 
-    with run:
+    say(starts=True)
+    with local if states is None else states:
         say(starts=True)
         before = local.round
         while not (folder / "end").exists():
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-            run.tick()
+            if states is not None:
+                states.tick()
             if local.round > before:
                 before = local.round
                 say()
