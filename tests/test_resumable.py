@@ -345,3 +345,41 @@ def test_every_record_is_kept_once(parts: str, tmp_path: Path) -> None:
     assert [record["round"] for record in found[0]] == list(range(1, whole["rounds"] + 1))
     same = ("round", "step", "period", "drift", "lr", "samples", "bytes_sent")
     assert [[record[key] for key in same] for record in found[1]] == [[r[key] for key in same] for r in found[0]]
+
+
+def rank_uneven(rank: int, folder: Path, end: int | None) -> Any:
+    """Worker 0 has 4 batches of an epoch, the other 14: of 7 averages it answers 5 from inside ``epoch()``."""
+    model, own = network(), 4 if rank == 0 else 14
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2), timeout_seconds=30.0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            with prsgd.resumable(folder, local, every=4, model=model, optimizer=optimizer) as run:
+                for epoch in range(run.step // own, 5):
+                    with local.epoch():
+                        for t in range(max(run.step, epoch * own), (epoch + 1) * own):
+                            if rank and t == end:
+                                raise EndedError
+                            x, y = batch(rank, t)
+                            optimizer.zero_grad()
+                            nn.functional.cross_entropy(model(x), y).backward()
+                            optimizer.step()
+                            run.tick()
+        except (EndedError, prsgd.PeerError) as error:
+            return type(error).__name__
+    return run.round, flat(model), [str(w.message) for w in said if issubclass(w.category, RuntimeWarning)]
+
+
+def test_uneven_epochs(tmp_path: Path) -> None:
+    """No state is saved that others cannot save: kept are those that all have, and all go on to the last bit."""
+    whole = run_ranks(rank_uneven, 2, tmp_path / "whole", None)
+    run_ranks(rank_uneven, 2, tmp_path / "broken", 50)
+    kept = [states_of(tmp_path / "broken", worker).whole() for worker in range(2)]
+    assert kept[0] == kept[1]
+    for (round, model, said), (_, unbroken, also_said) in zip(
+        run_ranks(rank_uneven, 2, tmp_path / "broken", None), whole
+    ):
+        assert round == kept[0][-1]
+        assert torch.equal(model, unbroken)
+        assert said == also_said == []

@@ -151,6 +151,8 @@ class Averages:
     """Chooses the overlap; None: it was given."""
     mean_lr: float = 0.0
     """Of all workers with data, at the newest average that has arrived."""
+    done: float = 0.0
+    """How many workers had run out of data at the newest average whose header was read."""
 
     def launch(self, answering: Sequence[int]) -> Average:
         """Start the average of the hosted workers' snapshots; those that answer have theirs taken now."""
@@ -199,6 +201,7 @@ class Averages:
                 self.memory = self.averaging.met(self.memory, landing.target.clone())
         elif landing.memory is not None:
             self.memory = landing.memory
+        self.done = landing.header.sums.done
         self.headers.told, self.headers.flights = landing.header.tells, ()  # that was told with it, and is news once
         if average.brought_news:
             sent = Sent(landing.bytes_sent, landing.server_bytes_sent, landing.hops, landing.hears)

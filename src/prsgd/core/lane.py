@@ -118,6 +118,13 @@ class Lane:
     def paces(self) -> Sequence[Pace]:
         return self.averages.paces
 
+    @property
+    def is_ending(self) -> bool:
+        """Had some workers run out of data, and others not, at the newest average? Waits for one in flight."""
+        averages, average = self.averages, self.loop.average
+        done = averages.done if average is None else averages.wait(average).header.sums.done
+        return 0 < done < len(averages.comm.members)
+
     def begin(self) -> None:
         """All workers have the same model now."""
         rows = self.snapshots.rows

@@ -102,9 +102,11 @@ class resumable:  # noqa: N801 - a word in the user's sentence
                 self._journal.close()
 
     def tick(self) -> None:
-        """To be called once between two steps: save, if it is time."""
+        """To be called once between two steps: save, if it is time; after the epoch, if a worker is through with it."""
         launched = self._local.launched
         if launched // self._every > self._launched // self._every:
+            if self._local.is_ending:
+                return
             self._save(launched)
         self._launched = launched
 
