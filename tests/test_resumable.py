@@ -383,3 +383,55 @@ def test_uneven_epochs(tmp_path: Path) -> None:
         assert round == kept[0][-1]
         assert torch.equal(model, unbroken)
         assert said == also_said == []
+
+
+class Masked(nn.Module):
+    """With a mask, as attention has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+        self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def rank_not_finite(rank: int, folder: Path, end: int | None, lost: int) -> Any:
+    """A worker loses its model before the average that is saved, and with it its momentum."""
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2), timeout_seconds=30.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            with prsgd.resumable(folder, local, every=4, model=model, optimizer=optimizer) as run:
+                momentum = [s["momentum_buffer"].clone() for s in optimizer.state.values()]
+                for t in range(run.step, 10):
+                    if t == end:
+                        raise EndedError
+                    x, y = batch(rank, t)
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    if (rank, t) == (lost, 7):
+                        next(model.parameters()).data.fill_(float("nan"))
+                    optimizer.step()
+                    run.tick()
+        except (EndedError, prsgd.PeerError) as error:
+            return type(error).__name__
+    return run.round, flat(model.inner), model.get_buffer("mask"), momentum
+
+
+@pytest.mark.parametrize("lost", [-1, 0, 1])
+def test_the_mean_of_what_there_is(lost: int, tmp_path: Path) -> None:
+    run_ranks(rank_not_finite, 2, tmp_path, 9, lost)
+    states = [saved(tmp_path, worker, 4)["parts"]["optimizer"]["state"] for worker in range(2)]
+    assert [bool(state) for state in states] == [worker != lost for worker in range(2)]
+    [(round, model, mask, momentum)] = run_ranks(rank_not_finite, 1, tmp_path, None, -1)
+    assert round == 4
+    assert torch.isfinite(model).all()
+    assert torch.equal(mask, Masked().get_buffer("mask"))
+    known = [state for state in states if state] if lost else []  # what worker 0 has not, nobody begins with
+    means = [torch.stack([s[i]["momentum_buffer"] for s in known]).mean(0) for i in (known[0] if known else ())]
+    assert len(momentum) == len(means)
+    assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(momentum, means))
