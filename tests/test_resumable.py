@@ -120,6 +120,7 @@ def test_processes_go_on_to_the_last_bit(parts: str, apart: bool, tmp_path: Path
         assert torch.equal(one["model"], other["model"])
         assert (one["lr"], one["drawn"], one["rounds"]) == (other["lr"], other["drawn"], other["rounds"])
         assert one["said"] == []
+    assert found[0]["samples"] == found[1]["samples"] == sum(one["step"] for one in found) * len(batch(0, 0)[0])
 
 
 def saved(folder: Path, worker: int, round: int) -> dict[str, Any]:
@@ -435,3 +436,38 @@ def test_the_mean_of_what_there_is(lost: int, tmp_path: Path) -> None:
     means = [torch.stack([s[i]["momentum_buffer"] for s in known]).mean(0) for i in (known[0] if known else ())]
     assert len(momentum) == len(means)
     assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(momentum, means))
+
+
+def rank_logs(rank: int, folder: Path, end: int | None, first: bool) -> Any:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2), timeout_seconds=30.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            with prsgd.resumable(folder, local, every=2, model=model, optimizer=optimizer) as run:
+                for t in range(run.step, 12):
+                    if t == end:
+                        raise EndedError
+                    x, y = batch(rank, t)
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    if first:
+                        local.log(samples=1)
+                    optimizer.step()
+                    if not first:
+                        local.log(samples=1)
+                    run.tick()
+        except (EndedError, prsgd.PeerError) as error:
+            return type(error).__name__
+    return run.step, run.samples, [(record.round, record.samples) for record in local.records]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_samples_of_others(first: bool, tmp_path: Path) -> None:
+    """Three workers, then two, then three: all their samples are counted, and each in its own round."""
+    run_ranks(rank_logs, 3, tmp_path, 5, first)
+    run_ranks(rank_logs, 2, tmp_path, 9, first)
+    for step, samples, records in run_ranks(rank_logs, 3, tmp_path, None, first):
+        assert (step, samples) == (8, 3 * 4 + 2 * 4)
+        assert records[-2:] == [(5, 6), (6, 6)]

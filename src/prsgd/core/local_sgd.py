@@ -123,6 +123,12 @@ class LocalSGD:
         self._books.listeners.append(on_record)
 
     @property
+    def samples(self) -> int:
+        """That ``log`` was told of in this process, also by those whose states it went on from; unlike those of
+        ``totals``, not of all processes, and up to now."""
+        return self._books.samples
+
+    @property
     def totals(self) -> Totals:
         """Rounds, bytes, samples and seconds of all averages whose records are complete."""
         return self._books.totals

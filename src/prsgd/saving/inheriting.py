@@ -37,20 +37,21 @@ def mean_of(found: Found, folder: Path, comm: Communicator, device: torch.device
     unlike = any(path in one and one[path].shape != t.shape for one in own for path, t in wanted.items())
     rows = [] if unlike else [_row(one, wanted) for one in own]
     widths = [t.numel() for t in wanted.values()]
-    known = torch.cat(
-        [torch.tensor([float(unlike)]), sum((row.isfinite() for row, _ in rows), torch.zeros(sum(widths)))]
-    )
-    known = comm.all_reduce(known.to(device)).wait().cpu()
-    if known[0]:
+    samples = sum(int(_books(each)["samples"]) for each in states)
+    told = torch.tensor([float(unlike), samples], dtype=torch.float64)
+    told = torch.cat([told, sum((row.isfinite() for row, _ in rows), torch.zeros(sum(widths)))])
+    told, known = comm.all_reduce(told.to(device)).wait().cpu().split([2, sum(widths)])
+    if told[0]:
         raise CheckpointError(f"the workers' states of round {found.round} in {folder} are not alike")
     total = torch.zeros(1 + 2 * sum(widths), dtype=torch.float64)
     for row, has in rows:
-        if not (row.isnan() | (row.isinf() & has & (known[1:] > 0))).any():
+        if not (row.isnan() | (row.isinf() & has & (known > 0))).any():
             total += torch.cat([torch.ones(1), row.isfinite(), torch.where(row.isfinite(), row, 0.0)])
     total = comm.all_reduce(total.to(device)).wait().cpu()
     if not total[0]:
         raise CheckpointError(f"no worker's state of round {found.round} in {folder} is finite")
     counts, sums = total[1:].split(sum(widths))
+    _books(state)["samples"] = int(told[1])
     means = torch.where(counts > 0, sums / counts, _row(wanted, wanted)[0]).split(widths)
     _replace(state["parts"], means)
     _square(state, -1.0)
@@ -68,6 +69,10 @@ def _shown(state: Any, bearer: int, comm: Communicator, device: torch.device) ->
         flat = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
     content = bytes(comm.broadcast(flat.to(device), worker=bearer).wait().cpu().numpy())
     return unpacked(content[: int(sizes[0])], content[int(sizes[0]) :])
+
+
+def _books(state: Any) -> Any:
+    return state["local"]["lanes"][0]["books"]
 
 
 Where = tuple[Any, ...]

@@ -84,9 +84,10 @@ class resumable:  # noqa: N801 - a word in the user's sentence
             self._go_on(found, device)
         local.start()
         self.step, self._launched = local.step, local.launched
-        self.samples = local.totals.samples
         if found is not None:
             self.round = found.round
+            own = torch.tensor([local.samples], dtype=torch.int64, device=device)
+            self.samples = int(local.comm.all_reduce(own).wait())
             found.forget_newer(self._folder)  # after start(), where all workers have met
         if local.comm.workers.start == 0:
             self._journal = Journal(self._folder / files.RECORDS, after=local.totals.rounds)
