@@ -471,3 +471,28 @@ def test_samples_of_others(first: bool, tmp_path: Path) -> None:
     for step, samples, records in run_ranks(rank_logs, 3, tmp_path, None, first):
         assert (step, samples) == (8, 3 * 4 + 2 * 4)
         assert records[-2:] == [(5, 6), (6, 6)]
+
+
+def rounds_in(folder: Path) -> list[int]:
+    return [json.loads(line)["round"] for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+def test_records_when_worker_0_is_elsewhere(tmp_path: Path) -> None:
+    """The file begins in the middle, and no record is in it twice all the same."""
+    with pytest.raises(EndedError):
+        train(tmp_path, "plain", end=9)
+    (tmp_path / "records.jsonl").unlink()
+    with pytest.raises(EndedError):
+        train(tmp_path, "plain", end=19, every=4)
+    train(tmp_path, "plain")
+    assert rounds_in(tmp_path) == list(range(4, 13))
+
+
+def test_records_of_a_disk_that_was_full(tmp_path: Path) -> None:
+    """A line that ends in the middle is cut off, with what may come after it."""
+    with pytest.raises(EndedError):
+        train(tmp_path, "plain", end=9)
+    lines = (tmp_path / "records.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "records.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:30])
+    train(tmp_path, "plain")
+    assert rounds_in(tmp_path) == [1, 2, *range(4, 13)]

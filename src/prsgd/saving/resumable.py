@@ -90,7 +90,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
             self.samples = int(local.comm.all_reduce(own).wait())
             found.forget_newer(self._folder)  # after start(), where all workers have met
         if local.comm.workers.start == 0:
-            self._journal = Journal(self._folder / files.RECORDS, after=local.totals.rounds)
+            self._journal = Journal(self._folder / files.RECORDS, after=_recorded(local))
             local.add_listener(self._journal.write)
         return self
 
@@ -181,6 +181,11 @@ class resumable:  # noqa: N801 - a word in the user's sentence
             except (KeyError, ValueError, RuntimeError, TypeError, IndexError) as error:
                 line = " ".join(str(error).split())
                 raise CheckpointError(f"the state of {name!r} in {self._folder} does not fit: {line}") from None
+
+
+def _recorded(local: LocalSGD) -> int:
+    """The round of the newest record."""
+    return local.records[-1].round if local.records else 0
 
 
 def _check_parts(local: LocalSGD, parts: Mapping[str, Any]) -> None:
