@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import resource
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -496,3 +498,37 @@ def test_records_of_a_disk_that_was_full(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:30])
     train(tmp_path, "plain")
     assert rounds_in(tmp_path) == [1, 2, *range(4, 13)]
+
+
+def rank_refuses(rank: int, folder: Path, fault: str) -> str:
+    """Worker 1 cannot go on, and stays."""
+    own = folder / str(rank)
+    if fault == "format" and rank:
+        for path in own.glob("round-*/manifest-*.json"):
+            path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    if fault == "no folder" and rank:
+        own = own / "round-00000008" / "manifest-1.json" / "no folder"
+    if fault == "no records" and not rank:
+        (own / "records.jsonl").unlink()
+        (own / "records.jsonl").mkdir()
+    try:
+        train(own, "plain", rank=rank)
+    except (prsgd.PrsgdError, OSError) as error:
+        time.sleep(3.0)
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("fault", "here", "there"),
+    [
+        ("format", "CheckpointError: checkpoint .* has the format 99", "CheckpointError: worker 1: .* the format 99"),
+        ("no folder", "NotADirectoryError: ", "CheckpointError: worker 1: .*Not a directory"),
+        ("no records", "PeerError: round 9, worker 1: a peer failed or left", "IsADirectoryError: "),
+    ],
+)
+def test_what_ends_one_ends_all(fault: str, here: str, there: str, tmp_path: Path) -> None:
+    run_ranks(rank_train, 2, tmp_path, "plain", 17, True)
+    [other, one] = run_ranks(rank_refuses, 2, tmp_path, fault, timeout_seconds=30.0)
+    assert re.match(here, one)
+    assert re.match(there, other)

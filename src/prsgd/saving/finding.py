@@ -75,11 +75,22 @@ def states_of(folder: Path, worker: int) -> States:
 def find(folder: Path, comm: Communicator, device: torch.device) -> Found | None:
     """The newest states that are there of all workers that a run had; if there are none, those of most of its workers.
 
-    A collective, after which all have found the same; None: nothing was saved.
+    A collective, after which all have found the same; None: nothing was saved. What one cannot read ends all.
     """
-    kept, damaged = _readable(folder)
-    mine = {"kept": kept, "damaged": damaged, "hosted": [comm.workers.start, comm.workers.stop]}
+    mine: dict[str, Any] = {"kept": [], "damaged": [], "hosted": [comm.workers.start, comm.workers.stop]}
+    refusal: Exception | None = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mine["kept"], mine["damaged"] = _readable(folder)
+    except (CheckpointError, OSError) as error:
+        refusal = error
+    mine["refusal"] = None if refusal is None else str(refusal)
     everyones = _gathered(json.dumps(mine).encode(), comm, device)
+    if refusal is not None:
+        raise refusal
+    for worker, one in enumerate(everyones):
+        if one["refusal"] is not None:
+            raise CheckpointError(f"worker {worker}: {one['refusal']}")
     bearers: dict[tuple[int, int], dict[Kept, int]] = {}
     for now, one in enumerate(everyones):
         for state in (Kept(*numbers) for numbers in one["kept"]):
@@ -110,6 +121,8 @@ def _readable(folder: Path) -> tuple[list[Kept], list[str]]:
         except DamagedCheckpointError as error:
             damaged.append(str(error))
             warnings.warn(f"{error}; it is passed over", RuntimeWarning, stacklevel=2)
+        except CheckpointError:
+            raise
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{folder} holds no states of prsgd.resumable ({error})") from None
         else:

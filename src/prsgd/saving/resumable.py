@@ -77,8 +77,16 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         self._states = states_of(self._folder, local.comm.workers.start)
 
     def __enter__(self) -> resumable:
+        try:
+            self._enter()
+        except BaseException:
+            self._local.abandon()
+            self._local.comm.close()  # also before start(): the others fail at once, wherever they wait for this one
+            raise
+        return self
+
+    def _enter(self) -> None:
         local, device = self._local, next(iter(self._local.model.parameters())).device
-        self._folder.mkdir(parents=True, exist_ok=True)
         found = find(self._folder, local.comm, device)
         if found is not None:
             self._go_on(found, device)
@@ -92,7 +100,6 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         if local.comm.workers.start == 0:
             self._journal = Journal(self._folder / files.RECORDS, after=_recorded(local))
             local.add_listener(self._journal.write)
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
@@ -163,7 +170,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         self._load(state["parts"], fresh_optimizers=state["local"]["setup"]["optimizer_state"] == "reset")
         self._local.inherit(state["local"])
         if self._local.comm.workers.start == 0:
-            warnings.warn(found.lost(self._local.comm.num_workers), RuntimeWarning, stacklevel=3)
+            warnings.warn(found.lost(self._local.comm.num_workers), RuntimeWarning, stacklevel=4)
 
     def _load(self, states: Mapping[str, Any], *, fresh_optimizers: bool = False) -> None:
         if set(states) != set(self._parts):
