@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import prsgd
 from prsgd.saving.finding import states_of
+from prsgd.saving.states import Packed
 from tests.problems import batch
 from tests.ranks import run_ranks
 
@@ -532,3 +533,31 @@ def test_what_ends_one_ends_all(fault: str, here: str, there: str, tmp_path: Pat
     [other, one] = run_ranks(rank_refuses, 2, tmp_path, fault, timeout_seconds=30.0)
     assert re.match(here, one)
     assert re.match(there, other)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({("a", 1): 2.0}, r"dicts with plain keys, got the key \('a', 1\)"),
+        ({torch.float32: 1}, "dicts with plain keys, got the key torch.float32"),
+        ({"seen": {1, 2}}, "plain values and tensors, got set"),
+        ({"graph": torch.eye(2).to_sparse()}, "dense tensors, got one that is torch.sparse_coo"),
+    ],
+)
+def test_what_cannot_be_saved_is_told_at_once(value: dict[Any, Any], said: str, tmp_path: Path) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2))
+    with pytest.raises(ValueError, match=f"noted has a state that cannot be saved: a checkpoint holds {said}"):
+        prsgd.resumable(tmp_path, local, model=model, optimizer=optimizer, noted=value)
+
+
+def test_a_writer_that_fails_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no matter of the disk does not pass in silence."""
+
+    def fail(self: Packed) -> tuple[bytes, bytes]:
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(Packed, "content", fail)
+    with pytest.raises(MemoryError, match="no room for a copy"):
+        train(tmp_path, "plain")

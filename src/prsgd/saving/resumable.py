@@ -71,7 +71,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         self.round: int | None = None
         """The average after which it goes on; None: it begins."""
         self._writer: threading.Thread | None = None
-        self._not_written: OSError | None = None
+        self._not_written: Exception | None = None
         self._journal: Journal | None = None
         self._launched = 0
         self._states = states_of(self._folder, local.comm.workers.start)
@@ -105,9 +105,9 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         try:
             self._local.__exit__(kind, *rest)
         finally:
-            self._await_writer()
             if self._journal is not None:
                 self._journal.close()
+            self._await_writer()
 
     def tick(self) -> None:
         """To be called once between two steps: save, if it is time; after the epoch, if a worker is through with it."""
@@ -119,8 +119,8 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         self._launched = launched
 
     def _save(self, number: int) -> None:
-        self._await_writer()
         with self._local.paused():
+            self._await_writer()
             state = {
                 "local": self._local.state_dict(),
                 "parts": {name: _state_of(part) for name, part in self._parts.items()},
@@ -136,7 +136,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
             self._states.write(number, packed, num_workers=comm.num_workers, hosted=len(comm.workers))
             if comm.workers.start == 0:
                 forget_strangers(self._folder, before=number, num_workers=comm.num_workers)
-        except OSError as error:
+        except Exception as error:
             self._not_written = error
 
     def _await_writer(self) -> None:
@@ -147,6 +147,8 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         self._writer, error = None, self._not_written
         if error is not None:
             self._not_written = None
+            if not isinstance(error, OSError):
+                raise error
             warnings.warn(
                 f"worker {self._local.comm.workers.start}: a state was not saved in {self._folder} ({error.strerror}); "
                 "training goes on, and the one before it is kept",
@@ -200,6 +202,10 @@ def _check_parts(local: LocalSGD, parts: Mapping[str, Any]) -> None:
         stateful = callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
         if not stateful and not isinstance(part, MutableMapping):
             raise ValueError(f"{name} must have state_dict() and load_state_dict(), or be a dict, got {part!r}")
+        try:
+            Packed.of(_state_of(part))
+        except TypeError as error:  # not after the first fifty rounds
+            raise ValueError(f"{name} has a state that cannot be saved: {error}") from None
     given = {id(unwrapped(part)) for part in parts.values()}
     if not {id(part) for part in (local.model, *local.optimizers)} <= given:
         raise ValueError("resumable must be given the model and all optimizers that local trains: model=, optimizer=")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from prsgd import _json
@@ -193,16 +194,25 @@ def write(path: Path, content: bytes) -> None:
 def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
     """JSON has no tensors and no keys but texts: both become one-entry objects, marked by their key."""
     if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            raise TypeError(f"a checkpoint holds dense tensors, got one that is {value.layout}")
         name = str(len(tensors))
         tensors[name] = value.detach().to("cpu", copy=True).contiguous()
         return {"tensor": name}
     if isinstance(value, dict):
+        for key in value:
+            if not _is_plain(key):
+                raise TypeError(f"a checkpoint holds dicts with plain keys, got the key {key!r}")
         return {"items": [[key, _pack(entry, tensors)] for key, entry in value.items()]}
     if isinstance(value, list | tuple):
         return [_pack(entry, tensors) for entry in value]
-    if value is None or isinstance(value, bool | int | float | str):
+    if _is_plain(value):
         return value
     raise TypeError(f"a checkpoint holds plain values and tensors, got {type(value).__name__}")
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
