@@ -402,6 +402,26 @@ def test_a_hung_worker_is_named_by_a_limit_from_the_rounds(tmp_path: Path) -> No
         assert "timeout_seconds= sets another limit)" in line
 
 
+def rank_of_unlike_speed(rank: int) -> int:
+    """Short rounds, then one of 20 steps: where worker 0 takes a second for it, worker 1 takes five."""
+    patience.SHORTEST = 2.0
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.post_local(5, 20)) as local:
+        for t in range(25):
+            if t >= 5:
+                time.sleep(0.25 if rank else 0.05)
+            x, y = batch(rank, t)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+    return local.round
+
+
+def test_rounds_that_become_longer_make_the_limit_longer() -> None:
+    assert run_ranks(rank_of_unlike_speed, 2) == [6, 6]
+
+
 def rank_early(rank: int) -> int:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -282,7 +282,7 @@ class Averages:
 
     @property
     def limit_seconds(self) -> float:
-        return self.done_timeout_seconds if self.roll.all_done else self.patience.seconds
+        return self.done_timeout_seconds if self.roll.all_done else self.patience.seconds()
 
     @contextmanager
     def named(self) -> Iterator[None]:
