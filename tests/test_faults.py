@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import prsgd
+from prsgd.comm.works import translated
 from prsgd.core import patience
 from tests.problems import batch, model, train_fleet, train_model
 from tests.ranks import LIMIT_SECONDS, run_ranks, try_ranks
@@ -400,6 +401,15 @@ def test_a_hung_worker_is_named_by_a_limit_from_the_rounds(tmp_path: Path) -> No
         assert line.startswith("AverageTimeout: round 7, worker ")
         assert "(the longest round so far took " in line
         assert "timeout_seconds= sets another limit)" in line
+
+
+def test_a_connection_that_tcp_gave_up_is_no_time_limit() -> None:
+    """After a cut cable the waiter's own limit has long not passed."""
+    error = translated(RuntimeError("[/gloo/pair.cc:547] Read error [10.0.0.1]:4711: Connection timed out"), 600.0)
+    assert type(error) is prsgd.PeerError
+    assert str(error) == "a peer failed or left (Read error [10.0.0.1]:4711: Connection timed out)"
+    late = translated(RuntimeError("[/gloo/unbound_buffer.cc:81] Timed out waiting 4000ms for recv"), 4.0)
+    assert type(late) is prsgd.AverageTimeout
 
 
 def rank_of_unlike_speed(rank: int) -> int:
