@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import resource
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -16,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import prsgd
-from prsgd.saving.finding import states_of
-from prsgd.saving.states import Packed
+from prsgd.saving.finding import Found, states_of
+from prsgd.saving.states import Packed, States
 from tests.problems import batch
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, try_ranks
 
 
 class EndedError(Exception):
@@ -155,8 +157,9 @@ def test_other_workers_go_on_from_the_mean(parts: str, now: int, tmp_path: Path)
         assert one["lr"] == found[0]["lr"]
     said = f"after round {round} the run goes on from the mean of 3 workers' states, with {now} now: what"
     assert sum(said in line for one in found for line in one["said"]) == 1
-    if now < 3 and max(states_of(tmp_path, 0).whole()) > round:  # what strangers left is gone with the next state
-        assert list(tmp_path.glob("round-*/*-2.*")) == []
+    if now < 3:  # what strangers left is gone when nobody who is there needs it
+        left = [int(path.parent.name.removeprefix("round-")) for path in tmp_path.glob("round-*/*-2.*")]
+        assert min([*left, round]) >= states_of(tmp_path, 0).whole()[0]
 
 
 def test_there_and_back(tmp_path: Path) -> None:
@@ -561,3 +564,56 @@ def test_a_writer_that_fails_is_heard(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Packed, "content", fail)
     with pytest.raises(MemoryError, match="no room for a copy"):
         train(tmp_path, "plain")
+
+
+def rank_with_a_slow_disk(rank: int, folder: Path) -> str:
+    """Worker 1 is killed while it writes its fourth state, and worker 0 has written its fifth."""
+    write = States.write
+
+    def slowly(self: States, number: int, packed: Packed, **said: Any) -> None:
+        if rank and number == 4:
+            while not (folder / "round-00000005" / "manifest-0.json").exists():
+                time.sleep(0.01)
+            time.sleep(0.2)
+            os._exit(1)
+        write(self, number, packed, **said)
+
+    States.write = slowly  # type: ignore[method-assign]
+    try:
+        train(folder, "plain", rank=rank, every=1)
+    except prsgd.PeerError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_a_slow_disk(tmp_path: Path) -> None:
+    """So much is kept that there is a state of all, wherever the last one is still written."""
+    whole = run_ranks(rank_train, 2, tmp_path / "whole", "plain", None)
+    assert try_ranks(rank_with_a_slow_disk, 2, tmp_path / "broken") == [("result", "PeerError"), ("died", 1)]
+    found = run_ranks(rank_train, 2, tmp_path / "broken", "plain", None)
+    assert [one["round"] for one in found] == [3, 3]
+    assert [torch.equal(one["model"], other["model"]) for one, other in zip(found, whole)] == [True, True]
+
+
+def test_all_forget_at_the_same_time(tmp_path: Path) -> None:
+    """In a folder that they share, what one is about to remove another has removed."""
+    failed = []
+
+    def forget(folder: Path) -> None:
+        try:
+            Found(0, 4, exact=True, bearers={}).forget_newer(folder)
+        except OSError as error:
+            failed.append(error)
+
+    for n in range(20):
+        for place in (tmp_path / str(n) / f"round-{round:08d}" for round in range(1, 7)):
+            place.mkdir(parents=True)
+            for worker in range(4):
+                (place / f"manifest-{worker}.json").touch()
+        threads = [threading.Thread(target=forget, args=(tmp_path / str(n),)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert list((tmp_path / str(n)).iterdir()) == []
+    assert failed == []

@@ -15,7 +15,11 @@ import torch
 from prsgd import _json
 from prsgd.comm.base import Communicator
 from prsgd.errors import CheckpointError
-from prsgd.saving.states import DamagedCheckpointError, States
+from prsgd.saving.states import DamagedCheckpointError, States, in_place
+
+KEEP = 3
+"""States that a worker keeps. When it has written one, another may still write the one before: it saves the next one
+only then, and no average comes in between. So the third is there of all."""
 
 
 class Kept(NamedTuple):
@@ -61,7 +65,7 @@ class Found:
 
 
 def forget_strangers(folder: Path, *, before: int, num_workers: int) -> None:
-    """Remove what workers left that are no more, from rounds before this one."""
+    """Remove what workers left that are no more, from rounds before this one, of which all that are have a state."""
     for round, worker in _all_in(folder):
         if round < before and worker >= num_workers:
             states_of(folder, worker).forget(round)
@@ -69,7 +73,8 @@ def forget_strangers(folder: Path, *, before: int, num_workers: int) -> None:
 
 def states_of(folder: Path, worker: int) -> States:
     """Of the process whose first worker this was."""
-    return States(folder, numbered="round", owner=("worker", worker), remedy="begin anew in another folder")
+    owner, remedy = ("worker", worker), "begin anew in another folder"
+    return States(folder, numbered="round", owner=owner, remedy=remedy, keep=KEEP)
 
 
 def find(folder: Path, comm: Communicator, device: torch.device) -> Found | None:
@@ -132,10 +137,11 @@ def _readable(folder: Path) -> tuple[list[Kept], list[str]]:
 
 def _all_in(folder: Path) -> Iterator[tuple[int, int]]:
     """Round and first worker of all states."""
-    for path in folder.glob("round-*/manifest-*.json"):
-        names = re.fullmatch(r"round-(\d+)/manifest-(\d+)\.json", f"{path.parent.name}/{path.name}")
-        if names is not None:
-            yield int(names[1]), int(names[2])
+    for place in list(folder.glob("round-*")):
+        for path in in_place(place, "manifest-*.json"):
+            names = re.fullmatch(r"round-(\d+)/manifest-(\d+)\.json", f"{place.name}/{path.name}")
+            if names is not None:
+                yield int(names[1]), int(names[2])
 
 
 def _gathered(text: bytes, comm: Communicator, device: torch.device) -> list[Any]:

@@ -135,7 +135,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         try:
             self._states.write(number, packed, num_workers=comm.num_workers, hosted=len(comm.workers))
             if comm.workers.start == 0:
-                forget_strangers(self._folder, before=number, num_workers=comm.num_workers)
+                forget_strangers(self._folder, before=self._states.oldest or 0, num_workers=comm.num_workers)
         except Exception as error:
             self._not_written = error
 
