@@ -64,7 +64,7 @@ def train(
     local = prsgd.LocalSGD(model, optimizer, **PARTS[parts], timeout_seconds=30.0)
     held = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "noted": noted}
     with prsgd.resumable(folder, local, every=every, **held) as run:
-        began = flat(model)
+        began, launched = flat(model), local.launched
         for t in range(run.step, steps):
             if t == end:
                 raise EndedError
@@ -79,6 +79,7 @@ def train(
     return {
         "model": flat(model),
         "began": began,
+        "launched": launched,
         "step": run.step,
         "round": run.round,
         "samples": run.samples,
@@ -151,7 +152,7 @@ def test_other_workers_go_on_from_the_mean(parts: str, now: int, tmp_path: Path)
     for one in found:
         assert torch.allclose(one["began"], mean, rtol=1e-12, atol=1e-14)
         assert torch.equal(one["model"], found[0]["model"])
-        assert one["round"] == round
+        assert one["round"] == one["launched"] == round  # or the next state would be written over this one
         assert one["step"] == before[0]["local"]["lanes"][0]["paces"][0]["steps"]
         assert one["rounds"] > round
         assert one["lr"] == found[0]["lr"]

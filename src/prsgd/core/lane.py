@@ -140,6 +140,7 @@ class Lane:
         where in the open round, and what was in flight, is forgotten."""
         averages = self.averages
         self.books.inherit(state["books"])
+        self.books.round += state["flight"] is not None  # a round as well: the state is that after its launch
         self.loop.launches = self.books.round
         steps = max(int(pace["steps"]) for pace in state["paces"])
         for pace, account in zip(self.paces, averages.accounts):
