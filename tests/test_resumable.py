@@ -7,6 +7,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import threading
 import time
 import warnings
@@ -602,7 +603,7 @@ def test_all_forget_at_the_same_time(tmp_path: Path) -> None:
 
     def forget(folder: Path) -> None:
         try:
-            Found(0, 4, exact=True, bearers={}).forget_newer(folder)
+            Found("", 0, 4, exact=True, bearers={}).forget_newer(folder)
         except OSError as error:
             failed.append(error)
 
@@ -618,3 +619,15 @@ def test_all_forget_at_the_same_time(tmp_path: Path) -> None:
             thread.join()
         assert list((tmp_path / str(n)).iterdir()) == []
     assert failed == []
+
+
+def test_states_of_another_run(tmp_path: Path) -> None:
+    """A machine that was in another run has states with the same numbers: they are not taken for this one's."""
+    for name in ("one", "other"):
+        run_ranks(rank_train, 2, tmp_path / name, "plain", 17, True)
+    shutil.rmtree(tmp_path / "one" / "1")
+    shutil.copytree(tmp_path / "other" / "1", tmp_path / "one" / "1")
+    found = run_ranks(rank_train, 2, tmp_path / "one", "plain", None, True)
+    assert [one["round"] for one in found] == [8, 8]
+    assert "after round 8 the run goes on from one worker's state, with 2 now" in found[0]["said"][0]
+    assert torch.equal(found[0]["began"], found[1]["began"])

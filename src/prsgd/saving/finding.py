@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +24,13 @@ only then, and no average comes in between. So the third is there of all."""
 
 
 class Kept(NamedTuple):
-    """A whole state that a process can read: after which average, of a run of how many workers, of which of them."""
+    """A whole state that a process can read: of which run, after which average, of how many workers, of which of them.
 
+    States of one run and one round fit together. Whoever goes on from other workers' states, or begins, is another run:
+    a machine that was away may have states with the same numbers.
+    """
+
+    run: str
     round: int
     num_workers: int
     start: int
@@ -35,6 +41,7 @@ class Kept(NamedTuple):
 class Found:
     """The states from which all workers go on."""
 
+    run: str
     round: int
     num_workers: int
     """How many the run had."""
@@ -77,10 +84,11 @@ def states_of(folder: Path, worker: int) -> States:
     return States(folder, numbered="round", owner=owner, remedy=remedy, keep=KEEP)
 
 
-def find(folder: Path, comm: Communicator, device: torch.device) -> Found | None:
+def find(folder: Path, comm: Communicator, device: torch.device) -> tuple[Found | None, str]:
     """The newest states that are there of all workers that a run had; if there are none, those of most of its workers.
 
-    A collective, after which all have found the same; None: nothing was saved. What one cannot read ends all.
+    A collective, after which all have found the same; None: nothing was saved. What one cannot read ends all. Beside
+    it, how the run is called from now on.
     """
     mine: dict[str, Any] = {"kept": [], "damaged": [], "hosted": [comm.workers.start, comm.workers.stop]}
     refusal: Exception | None = None
@@ -89,26 +97,27 @@ def find(folder: Path, comm: Communicator, device: torch.device) -> Found | None
         mine["kept"], mine["damaged"] = _readable(folder)
     except (CheckpointError, OSError) as error:
         refusal = error
-    mine["refusal"] = None if refusal is None else str(refusal)
+    mine["refusal"], mine["run"] = None if refusal is None else str(refusal), os.urandom(8).hex()
     everyones = _gathered(json.dumps(mine).encode(), comm, device)
     if refusal is not None:
         raise refusal
     for worker, one in enumerate(everyones):
         if one["refusal"] is not None:
             raise CheckpointError(f"worker {worker}: {one['refusal']}")
-    bearers: dict[tuple[int, int], dict[Kept, int]] = {}
+    bearers: dict[tuple[str, int, int], dict[Kept, int]] = {}
     for now, one in enumerate(everyones):
         for state in (Kept(*numbers) for numbers in one["kept"]):
-            bearers.setdefault((state.round, state.num_workers), {}).setdefault(state, now)
+            bearers.setdefault((state.run, state.round, state.num_workers), {}).setdefault(state, now)
     if not bearers:
         lost = [line for one in everyones for line in one["damaged"]]
         if lost:
             raise CheckpointError(f"{lost[0]}, and no other state in {folder} is whole: begin anew in another folder")
-        return None
-    found = [Found(round, workers, False, states) for (round, workers), states in bearers.items()]
+        return None, str(everyones[0]["run"])
+    found = [Found(run, round, workers, False, states) for (run, round, workers), states in bearers.items()]
     best = max(found, key=lambda f: (f.num_found == f.num_workers, f.round if _is_all(f) else f.num_found, f.round))
-    own = all([best.round, best.num_workers, *one["hosted"]] in one["kept"] for one in everyones)
-    return Found(best.round, best.num_workers, own and best.num_workers == comm.num_workers, best.bearers)
+    own = all([best.run, best.round, best.num_workers, *one["hosted"]] in one["kept"] for one in everyones)
+    exact = own and best.num_workers == comm.num_workers
+    return replace(best, exact=exact), best.run if exact else str(everyones[0]["run"])
 
 
 def _is_all(found: Found) -> bool:
@@ -131,7 +140,7 @@ def _readable(folder: Path) -> tuple[list[Kept], list[str]]:
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{folder} holds no states of prsgd.resumable ({error})") from None
         else:
-            kept.append(Kept(round, num_workers, worker, worker + hosted))
+            kept.append(Kept(str(states.said(round, "run")), round, num_workers, worker, worker + hosted))
     return kept, damaged
 
 

@@ -73,7 +73,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         self._writer: threading.Thread | None = None
         self._not_written: Exception | None = None
         self._journal: Journal | None = None
-        self._launched = 0
+        self._launched, self._run = 0, ""
         self._states = states_of(self._folder, local.comm.workers.start)
 
     def __enter__(self) -> resumable:
@@ -87,7 +87,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
 
     def _enter(self) -> None:
         local, device = self._local, next(iter(self._local.model.parameters())).device
-        found = find(self._folder, local.comm, device)
+        found, self._run = find(self._folder, local.comm, device)
         if found is not None:
             self._go_on(found, device)
         local.start()
@@ -133,7 +133,8 @@ class resumable:  # noqa: N801 - a word in the user's sentence
     def _write(self, number: int, packed: Packed) -> None:
         comm = self._local.comm
         try:
-            self._states.write(number, packed, num_workers=comm.num_workers, hosted=len(comm.workers))
+            said = {"run": self._run, "num_workers": comm.num_workers, "hosted": len(comm.workers)}
+            self._states.write(number, packed, **said)
             if comm.workers.start == 0:
                 forget_strangers(self._folder, before=self._states.oldest or 0, num_workers=comm.num_workers)
         except Exception as error:
