@@ -110,6 +110,21 @@ def test_two_processes_sum_alike_by_a_swap_and_by_a_ring() -> None:
         assert torch.equal(second, a + b)
 
 
+def rank_sum_of_any(rank: int, shape: str) -> list[list[float]]:
+    comm = prsgd.TorchDistributed(shape=shape)
+    with torch.inference_mode():
+        evaluated = comm.all_reduce(torch.arange(3.0) + rank).wait(30)
+    turned = comm.all_reduce((torch.arange(6.0).view(3, 2) + rank).t()).wait(30) if shape == "all-reduce" else evaluated
+    return [evaluated.tolist(), turned.flatten().tolist()]
+
+
+@pytest.mark.parametrize("shape", ["all-reduce", "parameter-server"])
+def test_a_sum_in_inference_mode_and_of_a_transposed_tensor(shape: str) -> None:
+    for evaluated, turned in run_ranks(rank_sum_of_any, 2, shape):
+        assert evaluated == [1, 3, 5]
+        assert turned == ([1, 5, 9, 3, 7, 11] if shape == "all-reduce" else [1, 3, 5])
+
+
 def test_shape() -> None:
     with pytest.raises(ValueError, match="shape must be one of 'all-reduce', 'parameter-server', got 'ring'"):
         prsgd.InProcess(2, shape="ring")

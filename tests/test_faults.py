@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import prsgd
+from prsgd.comm.works import translated
 from prsgd.core import patience
 from tests.problems import batch, model, train_fleet, train_model
 from tests.ranks import LIMIT_SECONDS, run_ranks, try_ranks
@@ -400,6 +401,35 @@ def test_a_hung_worker_is_named_by_a_limit_from_the_rounds(tmp_path: Path) -> No
         assert line.startswith("AverageTimeout: round 7, worker ")
         assert "(the longest round so far took " in line
         assert "timeout_seconds= sets another limit)" in line
+
+
+def test_a_connection_that_tcp_gave_up_is_no_time_limit() -> None:
+    """After a cut cable the waiter's own limit has long not passed."""
+    error = translated(RuntimeError("[/gloo/pair.cc:547] Read error [10.0.0.1]:4711: Connection timed out"), 600.0)
+    assert type(error) is prsgd.PeerError
+    assert str(error) == "a peer failed or left (Read error [10.0.0.1]:4711: Connection timed out)"
+    late = translated(RuntimeError("[/gloo/unbound_buffer.cc:81] Timed out waiting 4000ms for recv"), 4.0)
+    assert type(late) is prsgd.AverageTimeout
+
+
+def rank_of_unlike_speed(rank: int) -> int:
+    """Short rounds, then one of 20 steps: where worker 0 takes a second for it, worker 1 takes five."""
+    patience.SHORTEST = 2.0
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with prsgd.LocalSGD(net, optimizer, schedule=prsgd.post_local(5, 20)) as local:
+        for t in range(25):
+            if t >= 5:
+                time.sleep(0.25 if rank else 0.05)
+            x, y = batch(rank, t)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+    return local.round
+
+
+def test_rounds_that_become_longer_make_the_limit_longer() -> None:
+    assert run_ranks(rank_of_unlike_speed, 2) == [6, 6]
 
 
 def rank_early(rank: int) -> int:

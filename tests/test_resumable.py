@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import resource
+import shutil
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import prsgd
-from prsgd.saving.finding import states_of
+from prsgd.saving.finding import Found, states_of
+from prsgd.saving.states import Packed, States
 from tests.problems import batch
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, try_ranks
 
 
 class EndedError(Exception):
@@ -59,7 +65,7 @@ def train(
     local = prsgd.LocalSGD(model, optimizer, **PARTS[parts], timeout_seconds=30.0)
     held = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "noted": noted}
     with prsgd.resumable(folder, local, every=every, **held) as run:
-        began = flat(model)
+        began, launched = flat(model), local.launched
         for t in range(run.step, steps):
             if t == end:
                 raise EndedError
@@ -74,6 +80,7 @@ def train(
     return {
         "model": flat(model),
         "began": began,
+        "launched": launched,
         "step": run.step,
         "round": run.round,
         "samples": run.samples,
@@ -120,6 +127,7 @@ def test_processes_go_on_to_the_last_bit(parts: str, apart: bool, tmp_path: Path
         assert torch.equal(one["model"], other["model"])
         assert (one["lr"], one["drawn"], one["rounds"]) == (other["lr"], other["drawn"], other["rounds"])
         assert one["said"] == []
+    assert found[0]["samples"] == found[1]["samples"] == sum(one["step"] for one in found) * len(batch(0, 0)[0])
 
 
 def saved(folder: Path, worker: int, round: int) -> dict[str, Any]:
@@ -145,14 +153,15 @@ def test_other_workers_go_on_from_the_mean(parts: str, now: int, tmp_path: Path)
     for one in found:
         assert torch.allclose(one["began"], mean, rtol=1e-12, atol=1e-14)
         assert torch.equal(one["model"], found[0]["model"])
-        assert one["round"] == round
+        assert one["round"] == one["launched"] == round  # or the next state would be written over this one
         assert one["step"] == before[0]["local"]["lanes"][0]["paces"][0]["steps"]
         assert one["rounds"] > round
         assert one["lr"] == found[0]["lr"]
     said = f"after round {round} the run goes on from the mean of 3 workers' states, with {now} now: what"
     assert sum(said in line for one in found for line in one["said"]) == 1
-    if now < 3 and max(states_of(tmp_path, 0).whole()) > round:  # what strangers left is gone with the next state
-        assert list(tmp_path.glob("round-*/*-2.*")) == []
+    if now < 3:  # what strangers left is gone when nobody who is there needs it
+        left = [int(path.parent.name.removeprefix("round-")) for path in tmp_path.glob("round-*/*-2.*")]
+        assert min([*left, round]) >= states_of(tmp_path, 0).whole()[0]
 
 
 def test_there_and_back(tmp_path: Path) -> None:
@@ -345,3 +354,280 @@ def test_every_record_is_kept_once(parts: str, tmp_path: Path) -> None:
     assert [record["round"] for record in found[0]] == list(range(1, whole["rounds"] + 1))
     same = ("round", "step", "period", "drift", "lr", "samples", "bytes_sent")
     assert [[record[key] for key in same] for record in found[1]] == [[r[key] for key in same] for r in found[0]]
+
+
+def rank_uneven(rank: int, folder: Path, end: int | None) -> Any:
+    """Worker 0 has 4 batches of an epoch, the other 14: of 7 averages it answers 5 from inside ``epoch()``."""
+    model, own = network(), 4 if rank == 0 else 14
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2), timeout_seconds=30.0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            with prsgd.resumable(folder, local, every=4, model=model, optimizer=optimizer) as run:
+                for epoch in range(run.step // own, 5):
+                    with local.epoch():
+                        for t in range(max(run.step, epoch * own), (epoch + 1) * own):
+                            if rank and t == end:
+                                raise EndedError
+                            x, y = batch(rank, t)
+                            optimizer.zero_grad()
+                            nn.functional.cross_entropy(model(x), y).backward()
+                            optimizer.step()
+                            run.tick()
+        except (EndedError, prsgd.PeerError) as error:
+            return type(error).__name__
+    return run.round, flat(model), [str(w.message) for w in said if issubclass(w.category, RuntimeWarning)]
+
+
+def test_uneven_epochs(tmp_path: Path) -> None:
+    """No state is saved that others cannot save: kept are those that all have, and all go on to the last bit."""
+    whole = run_ranks(rank_uneven, 2, tmp_path / "whole", None)
+    run_ranks(rank_uneven, 2, tmp_path / "broken", 50)
+    kept = [states_of(tmp_path / "broken", worker).whole() for worker in range(2)]
+    assert kept[0] == kept[1]
+    for (round, model, said), (_, unbroken, also_said) in zip(
+        run_ranks(rank_uneven, 2, tmp_path / "broken", None), whole
+    ):
+        assert round == kept[0][-1]
+        assert torch.equal(model, unbroken)
+        assert said == also_said == []
+
+
+class Masked(nn.Module):
+    """With a mask, as attention has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+        self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def rank_not_finite(rank: int, folder: Path, end: int | None, lost: int) -> Any:
+    """A worker loses its model before the average that is saved, and with it its momentum."""
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2), timeout_seconds=30.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            with prsgd.resumable(folder, local, every=4, model=model, optimizer=optimizer) as run:
+                momentum = [s["momentum_buffer"].clone() for s in optimizer.state.values()]
+                for t in range(run.step, 10):
+                    if t == end:
+                        raise EndedError
+                    x, y = batch(rank, t)
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    if (rank, t) == (lost, 7):
+                        next(model.parameters()).data.fill_(float("nan"))
+                    optimizer.step()
+                    run.tick()
+        except (EndedError, prsgd.PeerError) as error:
+            return type(error).__name__
+    return run.round, flat(model.inner), model.get_buffer("mask"), momentum
+
+
+@pytest.mark.parametrize("lost", [-1, 0, 1])
+def test_the_mean_of_what_there_is(lost: int, tmp_path: Path) -> None:
+    run_ranks(rank_not_finite, 2, tmp_path, 9, lost)
+    states = [saved(tmp_path, worker, 4)["parts"]["optimizer"]["state"] for worker in range(2)]
+    assert [bool(state) for state in states] == [worker != lost for worker in range(2)]
+    [(round, model, mask, momentum)] = run_ranks(rank_not_finite, 1, tmp_path, None, -1)
+    assert round == 4
+    assert torch.isfinite(model).all()
+    assert torch.equal(mask, Masked().get_buffer("mask"))
+    known = [state for state in states if state] if lost else []  # what worker 0 has not, nobody begins with
+    means = [torch.stack([s[i]["momentum_buffer"] for s in known]).mean(0) for i in (known[0] if known else ())]
+    assert len(momentum) == len(means)
+    assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(momentum, means))
+
+
+def rank_logs(rank: int, folder: Path, end: int | None, first: bool) -> Any:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2), timeout_seconds=30.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            with prsgd.resumable(folder, local, every=2, model=model, optimizer=optimizer) as run:
+                for t in range(run.step, 12):
+                    if t == end:
+                        raise EndedError
+                    x, y = batch(rank, t)
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    if first:
+                        local.log(samples=1)
+                    optimizer.step()
+                    if not first:
+                        local.log(samples=1)
+                    run.tick()
+        except (EndedError, prsgd.PeerError) as error:
+            return type(error).__name__
+    return run.step, run.samples, [(record.round, record.samples) for record in local.records]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_samples_of_others(first: bool, tmp_path: Path) -> None:
+    """Three workers, then two, then three: all their samples are counted, and each in its own round."""
+    run_ranks(rank_logs, 3, tmp_path, 5, first)
+    run_ranks(rank_logs, 2, tmp_path, 9, first)
+    for step, samples, records in run_ranks(rank_logs, 3, tmp_path, None, first):
+        assert (step, samples) == (8, 3 * 4 + 2 * 4)
+        assert records[-2:] == [(5, 6), (6, 6)]
+
+
+def rounds_in(folder: Path) -> list[int]:
+    return [json.loads(line)["round"] for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+def test_records_when_worker_0_is_elsewhere(tmp_path: Path) -> None:
+    """The file begins in the middle, and no record is in it twice all the same."""
+    with pytest.raises(EndedError):
+        train(tmp_path, "plain", end=9)
+    (tmp_path / "records.jsonl").unlink()
+    with pytest.raises(EndedError):
+        train(tmp_path, "plain", end=19, every=4)
+    train(tmp_path, "plain")
+    assert rounds_in(tmp_path) == list(range(4, 13))
+
+
+def test_records_of_a_disk_that_was_full(tmp_path: Path) -> None:
+    """A line that ends in the middle is cut off, with what may come after it."""
+    with pytest.raises(EndedError):
+        train(tmp_path, "plain", end=9)
+    lines = (tmp_path / "records.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "records.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:30])
+    train(tmp_path, "plain")
+    assert rounds_in(tmp_path) == [1, 2, *range(4, 13)]
+
+
+def rank_refuses(rank: int, folder: Path, fault: str) -> str:
+    """Worker 1 cannot go on, and stays."""
+    own = folder / str(rank)
+    if fault == "format" and rank:
+        for path in own.glob("round-*/manifest-*.json"):
+            path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    if fault == "no folder" and rank:
+        own = own / "round-00000008" / "manifest-1.json" / "no folder"
+    if fault == "no records" and not rank:
+        (own / "records.jsonl").unlink()
+        (own / "records.jsonl").mkdir()
+    try:
+        train(own, "plain", rank=rank)
+    except (prsgd.PrsgdError, OSError) as error:
+        time.sleep(3.0)
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("fault", "here", "there"),
+    [
+        ("format", "CheckpointError: checkpoint .* has the format 99", "CheckpointError: worker 1: .* the format 99"),
+        ("no folder", "NotADirectoryError: ", "CheckpointError: worker 1: .*Not a directory"),
+        ("no records", "PeerError: round 9, worker 1: a peer failed or left", "IsADirectoryError: "),
+    ],
+)
+def test_what_ends_one_ends_all(fault: str, here: str, there: str, tmp_path: Path) -> None:
+    run_ranks(rank_train, 2, tmp_path, "plain", 17, True)
+    [other, one] = run_ranks(rank_refuses, 2, tmp_path, fault, timeout_seconds=30.0)
+    assert re.match(here, one)
+    assert re.match(there, other)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({("a", 1): 2.0}, r"dicts with plain keys, got the key \('a', 1\)"),
+        ({torch.float32: 1}, "dicts with plain keys, got the key torch.float32"),
+        ({"seen": {1, 2}}, "plain values and tensors, got set"),
+        ({"graph": torch.eye(2).to_sparse()}, "dense tensors, got one that is torch.sparse_coo"),
+    ],
+)
+def test_what_cannot_be_saved_is_told_at_once(value: dict[Any, Any], said: str, tmp_path: Path) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2))
+    with pytest.raises(ValueError, match=f"noted has a state that cannot be saved: a checkpoint holds {said}"):
+        prsgd.resumable(tmp_path, local, model=model, optimizer=optimizer, noted=value)
+
+
+def test_a_writer_that_fails_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no matter of the disk does not pass in silence."""
+
+    def fail(self: Packed) -> tuple[bytes, bytes]:
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(Packed, "content", fail)
+    with pytest.raises(MemoryError, match="no room for a copy"):
+        train(tmp_path, "plain")
+
+
+def rank_with_a_slow_disk(rank: int, folder: Path) -> str:
+    """Worker 1 is killed while it writes its fourth state, and worker 0 has written its fifth."""
+    write = States.write
+
+    def slowly(self: States, number: int, packed: Packed, **said: Any) -> None:
+        if rank and number == 4:
+            while not (folder / "round-00000005" / "manifest-0.json").exists():
+                time.sleep(0.01)
+            time.sleep(0.2)
+            os._exit(1)
+        write(self, number, packed, **said)
+
+    States.write = slowly  # type: ignore[method-assign]
+    try:
+        train(folder, "plain", rank=rank, every=1)
+    except prsgd.PeerError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_a_slow_disk(tmp_path: Path) -> None:
+    """So much is kept that there is a state of all, wherever the last one is still written."""
+    whole = run_ranks(rank_train, 2, tmp_path / "whole", "plain", None)
+    assert try_ranks(rank_with_a_slow_disk, 2, tmp_path / "broken") == [("result", "PeerError"), ("died", 1)]
+    found = run_ranks(rank_train, 2, tmp_path / "broken", "plain", None)
+    assert [one["round"] for one in found] == [3, 3]
+    assert [torch.equal(one["model"], other["model"]) for one, other in zip(found, whole)] == [True, True]
+
+
+def test_all_forget_at_the_same_time(tmp_path: Path) -> None:
+    """In a folder that they share, what one is about to remove another has removed."""
+    failed = []
+
+    def forget(folder: Path) -> None:
+        try:
+            Found("", 0, 4, exact=True, bearers={}).forget_newer(folder)
+        except OSError as error:
+            failed.append(error)
+
+    for n in range(20):
+        for place in (tmp_path / str(n) / f"round-{round:08d}" for round in range(1, 7)):
+            place.mkdir(parents=True)
+            for worker in range(4):
+                (place / f"manifest-{worker}.json").touch()
+        threads = [threading.Thread(target=forget, args=(tmp_path / str(n),)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert list((tmp_path / str(n)).iterdir()) == []
+    assert failed == []
+
+
+def test_states_of_another_run(tmp_path: Path) -> None:
+    """A machine that was in another run has states with the same numbers: they are not taken for this one's."""
+    for name in ("one", "other"):
+        run_ranks(rank_train, 2, tmp_path / name, "plain", 17, True)
+    shutil.rmtree(tmp_path / "one" / "1")
+    shutil.copytree(tmp_path / "other" / "1", tmp_path / "one" / "1")
+    found = run_ranks(rank_train, 2, tmp_path / "one", "plain", None, True)
+    assert [one["round"] for one in found] == [8, 8]
+    assert "after round 8 the run goes on from one worker's state, with 2 now" in found[0]["said"][0]
+    assert torch.equal(found[0]["began"], found[1]["began"])

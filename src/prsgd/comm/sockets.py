@@ -47,7 +47,8 @@ def shut(endpoints: Collection[str]) -> None:
 
 def notice_silence(endpoints: Collection[str], seconds: int) -> None:
     """Let the system end those connections whose other machine has not answered for so long, as after a cut cable. One
-    whose process is only busy, or stopped, answers all the same."""
+    whose process is only busy, or stopped between two transfers, answers all the same; one that is stopped in the
+    middle of a large one, so that nothing is taken out of its socket, is lost too (TCP_USER_TIMEOUT)."""
     for found in _connected(endpoints):
         with contextlib.suppress(OSError), _same(found) as same:
             if same is None:

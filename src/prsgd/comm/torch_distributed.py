@@ -182,9 +182,9 @@ class TorchDistributed(Communicator):
 
     def _others_like(self, flat: Tensor) -> Tensor:
         """Room for the other process's numbers. Errands come one after another, so all share it."""
-        if self._others.numel() != flat.numel() or self._others.dtype != flat.dtype:
+        if self._others.shape != flat.shape or self._others.dtype != flat.dtype:
             with torch.inference_mode(False):
-                self._others = torch.empty_like(flat)
+                self._others = torch.empty(flat.shape, dtype=flat.dtype)
         return self._others
 
     def _next_tag(self) -> int:
@@ -201,7 +201,7 @@ def _collect(group: dist.ProcessGroup, flat: Tensor, tag: int, limit: timedelta,
     received = torch.empty_like(flat)
     for peer in peers:
         group.recv([received], peer, tag).wait(limit)
-        flat += received
+        _add(flat, received)
     for peer in peers:
         group.send([flat], peer, tag).wait(limit)
 
@@ -212,13 +212,19 @@ def _hand_in(group: dist.ProcessGroup, flat: Tensor, tag: int, limit: timedelta)
     group.recv([flat], 0, tag).wait(limit)
 
 
-@torch.no_grad()
 def _swap(group: dist.ProcessGroup, flat: Tensor, others: Tensor, tag: int, limit: timedelta, *, peer: int) -> None:
     """Both processes' part of a sum of two: a + b and b + a are the same to the last bit."""
-    sent, received = group.send([flat], peer, tag), group.recv([others], peer, tag)
+    sent, received = group.send([flat.contiguous()], peer, tag), group.recv([others], peer, tag)
     received.wait(limit)
     sent.wait(limit)
-    flat += others
+    _add(flat, others)
+
+
+@torch.no_grad()
+def _add(flat: Tensor, others: Tensor) -> None:
+    """In a thread of ours, which is not in the inference mode in which ``flat`` may have been made."""
+    with torch.inference_mode(flat.is_inference()):
+        flat += others
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -252,7 +252,7 @@ class PendingAll:
 
 def translated(error: RuntimeError, limit: float) -> PeerError:
     message = first_line(error)
-    if "timed out" in message.lower():
+    if "timed out" in message.lower() and "connection timed out" not in message.lower():  # that one is TCP's own
         return AverageTimeout(f"a peer did not come within {limit:g} s")
     return PeerError(f"a peer failed or left ({message})")
 

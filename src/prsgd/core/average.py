@@ -174,6 +174,8 @@ class Averages:
     """Per hosted worker: what the numbers of its model added up to in the newest average, and in the one before that; 0
     where they were not finite."""
     totals_before: tuple[float, ...] = ()
+    done: float = 0.0
+    """How many workers had run out of data at the newest average whose header was read."""
 
     def launch(self, answering: Sequence[int]) -> Average:
         """Start the average of the hosted workers' snapshots; those that answer have theirs taken now."""
@@ -235,6 +237,7 @@ class Averages:
                 self.memory = self.averaging.met(self.memory, landing.target.clone())
         elif landing.memory is not None:
             self.memory = landing.memory
+        self.done = landing.header.sums.done
         self.headers.flights = ()  # that was told with it, and is news once
         if landing.header.tells:
             self.headers.told = self.averaging.hear(self.headers.told, landing.header.tells)
@@ -336,7 +339,7 @@ class Averages:
 
     @property
     def limit_seconds(self) -> float:
-        return self.done_timeout_seconds if self.roll.all_done else self.patience.seconds
+        return self.done_timeout_seconds if self.roll.all_done else self.patience.seconds()
 
     @contextmanager
     def named(self) -> Iterator[None]:

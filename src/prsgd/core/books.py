@@ -103,8 +103,15 @@ class Books:
         self._still = 0
         """Averages in a row that found all workers' models alike although they had taken steps."""
         self._logs_first: bool | None = None
+        self._before = 0
+        """Samples of the workers from whose states this run went on, in worker 0's process."""
         self.saves = 0
         """How often the state was saved since the last average."""
+
+    @property
+    def samples(self) -> int:
+        """That were logged here, in all; the sum over all processes is that of the run."""
+        return self._before + sum(page.samples for page in self.pages)
 
     def log(self, loss: float | Tensor | None, samples: int | Sequence[int], paces: Sequence[Pace], roll: Roll) -> None:
         """Add to the round that each worker's step belongs to."""
@@ -235,6 +242,7 @@ class Books:
     def state_dict(self) -> dict[str, Any]:
         return {
             "pages": [page.state_dict() for page in self.pages],
+            "samples": self.samples,
             "round": self.round,
             "drift": self._drift,
             "drifts": self._drifts,
@@ -251,12 +259,16 @@ class Books:
         """Go on after the rounds of other workers. The numbers of the last one, which travel with the next average, are
         not known any more, so it has no record."""
         self.round, self.totals = int(state["round"]), Totals(**state["totals"])
+        self._before = int(state["samples"]) if self._speaks else 0
+        self._logs_first = state["logs_first"]
         self.records = deque([] if state["last"] is None else [_record(state["last"])], KEPT)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(state["pages"]) != len(self.pages):
             raise ValueError(f"the state has {len(state['pages'])} pages for {len(self.pages)} workers")
         self.pages = [Page.from_state(page) for page in state["pages"]]
+        self._before = 0
+        self._before = int(state.get("samples", self.samples)) - self.samples
         self.round, self._drift, self._drifts = state["round"], state["drift"], state["drifts"]
         self._logs_first, self._alike = state["logs_first"], state["alike"]
         self._own = Sums(*state["own"])

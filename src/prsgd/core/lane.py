@@ -119,6 +119,13 @@ class Lane:
     def paces(self) -> Sequence[Pace]:
         return self.averages.paces
 
+    @property
+    def is_ending(self) -> bool:
+        """Had some workers run out of data, and others not, at the newest average? Waits for one in flight."""
+        averages, average = self.averages, self.loop.average
+        done = averages.done if average is None else averages.wait(average).header.sums.done
+        return 0 < done < len(averages.comm.members)
+
     def begin(self) -> None:
         """All workers have the same model now."""
         rows = self.snapshots.rows
@@ -134,6 +141,7 @@ class Lane:
         where in the open round, and what was in flight, is forgotten."""
         averages = self.averages
         self.books.inherit(state["books"])
+        self.books.round += state["flight"] is not None  # a round as well: the state is that after its launch
         self.loop.launches = self.books.round
         steps = max(int(pace["steps"]) for pace in state["paces"])
         for pace, account in zip(self.paces, averages.accounts):

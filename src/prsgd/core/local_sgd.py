@@ -107,6 +107,13 @@ class LocalSGD:
         return self.round + (self._lanes.first.loop.average is not None)
 
     @property
+    def is_ending(self) -> bool:
+        """Have some workers run out of data, and answer the averages of the others from inside ``epoch()`` or
+        ``finish()``, where they save no state? What others save then fits to nothing. (Waits for an average that is
+        under way; with neighbours only it is not known.)"""
+        return self._lanes.first.is_ending
+
+    @property
     def records(self) -> list[Record]:
         """One for each of the newest 10,000 averages; that of the newest comes with the next one, or with ``finish``.
         ``on_record`` gets every one, and ``totals`` counts all of them."""
@@ -115,6 +122,12 @@ class LocalSGD:
     def add_listener(self, on_record: Callable[[Record], None]) -> None:
         """Call it with each complete record too."""
         self._books.listeners.append(on_record)
+
+    @property
+    def samples(self) -> int:
+        """That ``log`` was told of in this process, also by those whose states it went on from; unlike those of
+        ``totals``, not of all processes, and up to now."""
+        return self._books.samples
 
     @property
     def totals(self) -> Totals:

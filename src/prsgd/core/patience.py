@@ -19,12 +19,12 @@ class Patience:
     """Knows the seconds from one average's arrival to the next one's.
 
     >>> patience = Patience(None)
-    >>> patience.seconds
+    >>> patience.seconds()
     600.0
     >>> for at in (0.0, 5.0, 10.0, 20.0):
     ...     patience.arrived(at)
-    >>> patience.seconds, Patience(7.0).seconds
-    (200.0, 7.0)
+    >>> patience.seconds(now=21.0), patience.seconds(now=40.0), Patience(7.0).seconds()
+    (200.0, 400.0, 7.0)
     """
 
     def __init__(self, given_seconds: float | None) -> None:
@@ -39,12 +39,15 @@ class Patience:
             self._longest, self._rounds = max(self._longest, now - self._last), self._rounds + 1
         self._last = now
 
-    @property
-    def seconds(self) -> float:
-        """How long the next one may keep this process waiting."""
+    def seconds(self, now: float | None = None) -> float:
+        """How long the next one may keep this process waiting, from now on: what its own steps have taken since the
+        last one is so much of a round too, and schedules make rounds longer."""
         if self._given is not None:
             return self._given
-        return min(LONGEST, max(SHORTEST, TIMES * self._longest)) if self._rounds >= SURE else LONGEST
+        if self._last is None or self._rounds < SURE:
+            return LONGEST
+        now = time.monotonic() if now is None else now
+        return min(LONGEST, max(SHORTEST, TIMES * max(self._longest, now - self._last)))
 
     @property
     def longest_seconds(self) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +16,21 @@ import torch
 from prsgd import _json
 from prsgd.comm.base import Communicator
 from prsgd.errors import CheckpointError
-from prsgd.saving.states import DamagedCheckpointError, States
+from prsgd.saving.states import DamagedCheckpointError, States, in_place
+
+KEEP = 3
+"""States that a worker keeps. When it has written one, another may still write the one before: it saves the next one
+only then, and no average comes in between. So the third is there of all."""
 
 
 class Kept(NamedTuple):
-    """A whole state that a process can read: after which average, of a run of how many workers, of which of them."""
+    """A whole state that a process can read: of which run, after which average, of how many workers, of which of them.
 
+    States of one run and one round fit together. Whoever goes on from other workers' states, or begins, is another run:
+    a machine that was away may have states with the same numbers.
+    """
+
+    run: str
     round: int
     num_workers: int
     start: int
@@ -31,6 +41,7 @@ class Kept(NamedTuple):
 class Found:
     """The states from which all workers go on."""
 
+    run: str
     round: int
     num_workers: int
     """How many the run had."""
@@ -61,7 +72,7 @@ class Found:
 
 
 def forget_strangers(folder: Path, *, before: int, num_workers: int) -> None:
-    """Remove what workers left that are no more, from rounds before this one."""
+    """Remove what workers left that are no more, from rounds before this one, of which all that are have a state."""
     for round, worker in _all_in(folder):
         if round < before and worker >= num_workers:
             states_of(folder, worker).forget(round)
@@ -69,30 +80,44 @@ def forget_strangers(folder: Path, *, before: int, num_workers: int) -> None:
 
 def states_of(folder: Path, worker: int) -> States:
     """Of the process whose first worker this was."""
-    return States(folder, numbered="round", owner=("worker", worker), remedy="begin anew in another folder")
+    owner, remedy = ("worker", worker), "begin anew in another folder"
+    return States(folder, numbered="round", owner=owner, remedy=remedy, keep=KEEP)
 
 
-def find(folder: Path, comm: Communicator, device: torch.device) -> Found | None:
+def find(folder: Path, comm: Communicator, device: torch.device) -> tuple[Found | None, str]:
     """The newest states that are there of all workers that a run had; if there are none, those of most of its workers.
 
-    A collective, after which all have found the same; None: nothing was saved.
+    A collective, after which all have found the same; None: nothing was saved. What one cannot read ends all. Beside
+    it, how the run is called from now on.
     """
-    kept, damaged = _readable(folder)
-    mine = {"kept": kept, "damaged": damaged, "hosted": [comm.workers.start, comm.workers.stop]}
+    mine: dict[str, Any] = {"kept": [], "damaged": [], "hosted": [comm.workers.start, comm.workers.stop]}
+    refusal: Exception | None = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mine["kept"], mine["damaged"] = _readable(folder)
+    except (CheckpointError, OSError) as error:
+        refusal = error
+    mine["refusal"], mine["run"] = None if refusal is None else str(refusal), os.urandom(8).hex()
     everyones = _gathered(json.dumps(mine).encode(), comm, device)
-    bearers: dict[tuple[int, int], dict[Kept, int]] = {}
+    if refusal is not None:
+        raise refusal
+    for worker, one in enumerate(everyones):
+        if one["refusal"] is not None:
+            raise CheckpointError(f"worker {worker}: {one['refusal']}")
+    bearers: dict[tuple[str, int, int], dict[Kept, int]] = {}
     for now, one in enumerate(everyones):
         for state in (Kept(*numbers) for numbers in one["kept"]):
-            bearers.setdefault((state.round, state.num_workers), {}).setdefault(state, now)
+            bearers.setdefault((state.run, state.round, state.num_workers), {}).setdefault(state, now)
     if not bearers:
         lost = [line for one in everyones for line in one["damaged"]]
         if lost:
             raise CheckpointError(f"{lost[0]}, and no other state in {folder} is whole: begin anew in another folder")
-        return None
-    found = [Found(round, workers, False, states) for (round, workers), states in bearers.items()]
+        return None, str(everyones[0]["run"])
+    found = [Found(run, round, workers, False, states) for (run, round, workers), states in bearers.items()]
     best = max(found, key=lambda f: (f.num_found == f.num_workers, f.round if _is_all(f) else f.num_found, f.round))
-    own = all([best.round, best.num_workers, *one["hosted"]] in one["kept"] for one in everyones)
-    return Found(best.round, best.num_workers, own and best.num_workers == comm.num_workers, best.bearers)
+    own = all([best.run, best.round, best.num_workers, *one["hosted"]] in one["kept"] for one in everyones)
+    exact = own and best.num_workers == comm.num_workers
+    return replace(best, exact=exact), best.run if exact else str(everyones[0]["run"])
 
 
 def _is_all(found: Found) -> bool:
@@ -110,19 +135,22 @@ def _readable(folder: Path) -> tuple[list[Kept], list[str]]:
         except DamagedCheckpointError as error:
             damaged.append(str(error))
             warnings.warn(f"{error}; it is passed over", RuntimeWarning, stacklevel=2)
+        except CheckpointError:
+            raise
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{folder} holds no states of prsgd.resumable ({error})") from None
         else:
-            kept.append(Kept(round, num_workers, worker, worker + hosted))
+            kept.append(Kept(str(states.said(round, "run")), round, num_workers, worker, worker + hosted))
     return kept, damaged
 
 
 def _all_in(folder: Path) -> Iterator[tuple[int, int]]:
     """Round and first worker of all states."""
-    for path in folder.glob("round-*/manifest-*.json"):
-        names = re.fullmatch(r"round-(\d+)/manifest-(\d+)\.json", f"{path.parent.name}/{path.name}")
-        if names is not None:
-            yield int(names[1]), int(names[2])
+    for place in list(folder.glob("round-*")):
+        for path in in_place(place, "manifest-*.json"):
+            names = re.fullmatch(r"round-(\d+)/manifest-(\d+)\.json", f"{place.name}/{path.name}")
+            if names is not None:
+                yield int(names[1]), int(names[2])
 
 
 def _gathered(text: bytes, comm: Communicator, device: torch.device) -> list[Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
 import warnings
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,20 +15,27 @@ from prsgd.records import Record
 
 
 class Journal:
-    """The file, from which what came ``after`` so many records is cut off: the run goes on from there."""
+    """The file, from which what came ``after`` this round's record is cut off: the run goes on from there. Rounds may
+    be missing: worker 0 may have been on another machine, or its disk full."""
 
     def __init__(self, path: Path, *, after: int) -> None:
         self._path, self._failed = path, False
         self._file = path.open("a+b", buffering=0)
-        lines = path.read_bytes().splitlines(keepends=True)
-        self._file.truncate(sum(map(len, lines[:after])))
+        kept = 0
+        for line in path.read_bytes().splitlines(keepends=True):
+            if _round(line) > after:
+                break
+            kept += len(line)
+        self._file.truncate(kept)
 
     def write(self, record: Record) -> None:
         """A run does not end because a disk is full; the file ends then, with a warning."""
         if self._failed:
             return
         try:
-            self._file.write(json.dumps(asdict(record)).encode() + b"\n")
+            line = json.dumps(asdict(record)).encode() + b"\n"
+            if self._file.write(line) < len(line):  # there was room for a part of it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._failed = True
             warnings.warn(
@@ -35,3 +45,11 @@ class Journal:
     def close(self) -> None:
         with suppress(OSError):
             self._file.close()
+
+
+def _round(line: bytes) -> float:
+    """Whose record it is; infinite: it ends in the middle."""
+    try:
+        return int(json.loads(line)["round"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf

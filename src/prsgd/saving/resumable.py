@@ -71,46 +71,56 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         self.round: int | None = None
         """The average after which it goes on; None: it begins."""
         self._writer: threading.Thread | None = None
-        self._not_written: OSError | None = None
+        self._not_written: Exception | None = None
         self._journal: Journal | None = None
-        self._launched = 0
+        self._launched, self._run = 0, ""
         self._states = states_of(self._folder, local.comm.workers.start)
 
     def __enter__(self) -> resumable:
+        try:
+            self._enter()
+        except BaseException:
+            self._local.abandon()
+            self._local.comm.close()  # also before start(): the others fail at once, wherever they wait for this one
+            raise
+        return self
+
+    def _enter(self) -> None:
         local, device = self._local, next(iter(self._local.model.parameters())).device
-        self._folder.mkdir(parents=True, exist_ok=True)
-        found = find(self._folder, local.comm, device)
+        found, self._run = find(self._folder, local.comm, device)
         if found is not None:
             self._go_on(found, device)
         local.start()
         self.step, self._launched = local.step, local.launched
-        self.samples = local.totals.samples
         if found is not None:
             self.round = found.round
+            own = torch.tensor([local.samples], dtype=torch.int64, device=device)
+            self.samples = int(local.comm.all_reduce(own).wait())
             found.forget_newer(self._folder)  # after start(), where all workers have met
         if local.comm.workers.start == 0:
-            self._journal = Journal(self._folder / files.RECORDS, after=local.totals.rounds)
+            self._journal = Journal(self._folder / files.RECORDS, after=_recorded(local))
             local.add_listener(self._journal.write)
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
             self._local.__exit__(kind, *rest)
         finally:
-            self._await_writer()
             if self._journal is not None:
                 self._journal.close()
+            self._await_writer()
 
     def tick(self) -> None:
-        """To be called once between two steps: save, if it is time."""
+        """To be called once between two steps: save, if it is time; after the epoch, if a worker is through with it."""
         launched = self._local.launched
         if launched // self._every > self._launched // self._every:
+            if self._local.is_ending:
+                return
             self._save(launched)
         self._launched = launched
 
     def _save(self, number: int) -> None:
-        self._await_writer()
         with self._local.paused():
+            self._await_writer()
             state = {
                 "local": self._local.state_dict(),
                 "parts": {name: _state_of(part) for name, part in self._parts.items()},
@@ -123,10 +133,11 @@ class resumable:  # noqa: N801 - a word in the user's sentence
     def _write(self, number: int, packed: Packed) -> None:
         comm = self._local.comm
         try:
-            self._states.write(number, packed, num_workers=comm.num_workers, hosted=len(comm.workers))
+            said = {"run": self._run, "num_workers": comm.num_workers, "hosted": len(comm.workers)}
+            self._states.write(number, packed, **said)
             if comm.workers.start == 0:
-                forget_strangers(self._folder, before=number, num_workers=comm.num_workers)
-        except OSError as error:
+                forget_strangers(self._folder, before=self._states.oldest or 0, num_workers=comm.num_workers)
+        except Exception as error:
             self._not_written = error
 
     def _await_writer(self) -> None:
@@ -137,6 +148,8 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         self._writer, error = None, self._not_written
         if error is not None:
             self._not_written = None
+            if not isinstance(error, OSError):
+                raise error
             warnings.warn(
                 f"worker {self._local.comm.workers.start}: a state was not saved in {self._folder} ({error.strerror}); "
                 "training goes on, and the one before it is kept",
@@ -160,7 +173,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         self._load(state["parts"], fresh_optimizers=state["local"]["setup"]["optimizer_state"] == "reset")
         self._local.inherit(state["local"])
         if self._local.comm.workers.start == 0:
-            warnings.warn(found.lost(self._local.comm.num_workers), RuntimeWarning, stacklevel=3)
+            warnings.warn(found.lost(self._local.comm.num_workers), RuntimeWarning, stacklevel=4)
 
     def _load(self, states: Mapping[str, Any], *, fresh_optimizers: bool = False) -> None:
         if set(states) != set(self._parts):
@@ -180,11 +193,20 @@ class resumable:  # noqa: N801 - a word in the user's sentence
                 raise CheckpointError(f"the state of {name!r} in {self._folder} does not fit: {line}") from None
 
 
+def _recorded(local: LocalSGD) -> int:
+    """The round of the newest record."""
+    return local.records[-1].round if local.records else 0
+
+
 def _check_parts(local: LocalSGD, parts: Mapping[str, Any]) -> None:
     for name, part in parts.items():
         stateful = callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
         if not stateful and not isinstance(part, MutableMapping):
             raise ValueError(f"{name} must have state_dict() and load_state_dict(), or be a dict, got {part!r}")
+        try:
+            Packed.of(_state_of(part))
+        except TypeError as error:  # not after the first fifty rounds
+            raise ValueError(f"{name} has a state that cannot be saved: {error}") from None
     given = {id(unwrapped(part)) for part in parts.values()}
     if not {id(part) for part in (local.model, *local.optimizers)} <= given:
         raise ValueError("resumable must be given the model and all optimizers that local trains: model=, optimizer=")

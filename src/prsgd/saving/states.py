@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from prsgd import _json
@@ -67,8 +68,8 @@ def unpacked(tensors: bytes, tree: bytes) -> Any:
 class States:
     """The states of one ``owner`` ("rank", 0), in folders that are ``numbered`` by "step" or "round"."""
 
-    def __init__(self, folder: Path, *, numbered: str, owner: tuple[str, int], remedy: str) -> None:
-        self.folder, self._numbered, self._remedy = folder, numbered, remedy
+    def __init__(self, folder: Path, *, numbered: str, owner: tuple[str, int], remedy: str, keep: int = KEEP) -> None:
+        self.folder, self._numbered, self._remedy, self._keep = folder, numbered, remedy, keep
         kind, number = owner
         self._files, self._manifest = f"{kind}-{number}", f"manifest-{number}.json"
 
@@ -77,7 +78,7 @@ class States:
         self.write(number, Packed.of(state))
 
     def write(self, number: int, packed: Packed, **said: Any) -> None:
-        """Write it whole or not at all, with ``said`` in the manifest, and forget all but the newest ``KEEP``."""
+        """Write it whole or not at all, with ``said`` in the manifest, and forget all but the newest that are kept."""
         place = self._place(number)
         place.mkdir(parents=True, exist_ok=True)
         files = dict(zip(self._names, packed.content()))
@@ -86,7 +87,7 @@ class States:
         sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
         manifest = {"format": FORMAT, self._numbered: number, **said, "sha256": sums}
         write(place / self._manifest, json.dumps(manifest, indent=2).encode())
-        for old in self._places()[:-KEEP]:
+        for old in self._places()[: -self._keep]:
             self._remove(old)
 
     def forget_all_but(self, numbers: Collection[int]) -> None:
@@ -112,6 +113,11 @@ class States:
         if places and not found:
             raise CheckpointError(f"no checkpoint in {self.folder} is whole: {self._remedy}")
         return found
+
+    @property
+    def oldest(self) -> int | None:
+        """The number of the oldest that was finished; None: there is none."""
+        return next(map(self._number, self._places()), None)
 
     def forget(self, number: int) -> None:
         """Remove this one."""
@@ -149,7 +155,7 @@ class States:
     def _remove(self, place: Path) -> None:
         """This owner's files, the manifest first; the folder goes with the last owner's."""
         ours = self._manifest, *self._names
-        for path in (place / ours[0], *(p for name in ours for p in (place / name, *place.glob(f".{name}.*")))):
+        for path in (place / ours[0], *(p for name in ours for p in (place / name, *in_place(place, f".{name}.*")))):
             path.unlink(missing_ok=True)
         with suppress(OSError):  # the others' files are still there
             place.rmdir()
@@ -176,6 +182,14 @@ class States:
                 raise DamagedCheckpointError(f"{where}: {name} is damaged (its SHA-256 is not the manifest's)")
 
 
+def in_place(place: Path, pattern: str) -> list[Path]:
+    """The files of a state that are named so; none if another process has just removed the last of them."""
+    try:
+        return list(place.glob(pattern))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def write(path: Path, content: bytes) -> None:
     """Put a file there whole, or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -193,16 +207,25 @@ def write(path: Path, content: bytes) -> None:
 def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
     """JSON has no tensors and no keys but texts: both become one-entry objects, marked by their key."""
     if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            raise TypeError(f"a checkpoint holds dense tensors, got one that is {value.layout}")
         name = str(len(tensors))
         tensors[name] = value.detach().to("cpu", copy=True).contiguous()
         return {"tensor": name}
     if isinstance(value, dict):
+        for key in value:
+            if not _is_plain(key):
+                raise TypeError(f"a checkpoint holds dicts with plain keys, got the key {key!r}")
         return {"items": [[key, _pack(entry, tensors)] for key, entry in value.items()]}
     if isinstance(value, list | tuple):
         return [_pack(entry, tensors) for entry in value]
-    if value is None or isinstance(value, bool | int | float | str):
+    if _is_plain(value):
         return value
     raise TypeError(f"a checkpoint holds plain values and tensors, got {type(value).__name__}")
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
