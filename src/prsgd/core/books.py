@@ -259,7 +259,7 @@ class Books:
         """Go on after the rounds of other workers. The numbers of the last one, which travel with the next average, are
         not known any more, so it has no record."""
         self.round, self.totals = int(state["round"]), Totals(**state["totals"])
-        self._before = int(state["samples"]) if self._speaks else 0
+        self._before = int(state["samples"]) if self.speaks else 0
         self._logs_first = state["logs_first"]
         self.records = deque([] if state["last"] is None else [_record(state["last"])], KEPT)
 
