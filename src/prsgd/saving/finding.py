@@ -48,7 +48,7 @@ class Found:
     exact: bool
     """Has every worker its own, and are they as many?"""
     bearers: Mapping[Kept, int]
-    """By state: the first worker now that can read it."""
+    """By state: one of the workers now that can read it. In a folder that all share, each has its part."""
 
     @property
     def num_found(self) -> int:
@@ -104,16 +104,19 @@ def find(folder: Path, comm: Communicator, device: torch.device) -> tuple[Found 
     for worker, one in enumerate(everyones):
         if one["refusal"] is not None:
             raise CheckpointError(f"worker {worker}: {one['refusal']}")
-    bearers: dict[tuple[str, int, int], dict[Kept, int]] = {}
+    readers: dict[tuple[str, int, int], dict[Kept, list[int]]] = {}
     for now, one in enumerate(everyones):
         for state in (Kept(*numbers) for numbers in one["kept"]):
-            bearers.setdefault((state.run, state.round, state.num_workers), {}).setdefault(state, now)
-    if not bearers:
+            readers.setdefault((state.run, state.round, state.num_workers), {}).setdefault(state, []).append(now)
+    if not readers:
         lost = [line for one in everyones for line in one["damaged"]]
         if lost:
             raise CheckpointError(f"{lost[0]}, and no other state in {folder} is whole: begin anew in another folder")
         return None, str(everyones[0]["run"])
-    found = [Found(run, round, workers, False, states) for (run, round, workers), states in bearers.items()]
+    found = [
+        Found(run, round, workers, False, {kept: by[kept.start % len(by)] for kept, by in states.items()})
+        for (run, round, workers), states in readers.items()
+    ]
     best = max(found, key=lambda f: (f.num_found == f.num_workers, f.round if _is_all(f) else f.num_found, f.round))
     own = all([best.run, best.round, best.num_workers, *one["hosted"]] in one["kept"] for one in everyones)
     exact = own and best.num_workers == comm.num_workers
