@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -120,9 +122,16 @@ def test_a_run_is_taken_once_and_only_runs_are() -> None:
         pass
 
 
+def calls(frame: FrameType | None) -> Iterator[str]:
+    """The functions that a thread is in."""
+    while frame is not None:
+        yield frame.f_code.co_name
+        frame = frame.f_back
+
+
 def interrupt_what_waits() -> None:
     """Ctrl-C, once a thread of this process waits for a sum: not after some time, by which it may not be there."""
-    while not any(frame.f_code.co_name == "_come" for frame in sys._current_frames().values()):
+    while not any(name == "_come" for frame in sys._current_frames().values() for name in calls(frame)):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -242,7 +242,7 @@ def _typed(part: Any) -> str:
     words = []
     for f in fields(part):
         value, default = getattr(part, f.name), f.default if f.default_factory is MISSING else f.default_factory()
-        if not f.repr or (f.name in ("weights", "seed", "way", "wire", "of") and value == default):
+        if not f.repr or (f.name in ("weights", "seed", "way", "wire", "clip", "of") and value == default):
             continue
         word = _typed(value) if is_dataclass(value) else repr(value)
         words.append(word if default is MISSING else f"{f.name}={word}")
