@@ -34,6 +34,7 @@ from statistics import median
 from typing import Any
 
 from prsgd.bench.links import Link, NoLinkError, Place, made
+from prsgd.comm.job import Job, elastic_environment
 
 WORKER = Path(__file__).with_name("chaos_worker.py")
 LIMIT_SECONDS = 60.0
@@ -220,12 +221,9 @@ class Crew(Run):
 
     def _start(self, worker: int) -> subprocess.Popen[bytes]:
         place = self.places[worker]
-        job = {
-            "RANK": str(worker), "WORLD_SIZE": str(self.workers), "TORCHFT_LIGHTHOUSE": self._address,
-            "GLOO_SOCKET_IFNAME": place.interface, "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+        own = elastic_environment(worker, self.workers, self._address)
         command = [*place.command, sys.executable, str(WORKER), str(self.folder), "torchft"]
-        return subprocess.Popen(command, env={**os.environ, **job}, stdout=self._words, stderr=self._words)
+        return subprocess.Popen(command, env={**_at(place), **own}, stdout=self._words, stderr=self._words)
 
 
 def harms(
@@ -292,6 +290,10 @@ def _cut_off(crew: Crew, victims: list[int]) -> bool:
     return False
 
 
+def _at(place: Place) -> dict[str, str]:
+    return {**os.environ, "GLOO_SOCKET_IFNAME": place.interface, "OMP_NUM_THREADS": "1"}
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -300,14 +302,9 @@ def _free_port() -> int:
 
 
 def _worker_at(place: Place, rank: int, places: Sequence[Place], folder: str) -> subprocess.Popen[bytes]:
-    job = {
-        "RANK": str(rank), "WORLD_SIZE": str(len(places)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": places[0].address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": place.interface,
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    return subprocess.Popen(
-        [*place.command, sys.executable, str(WORKER), folder, "torchrun"], env={**os.environ, **job}
-    )
+    ours = Job(rank, len(places), 0, places[0].address, 29500, on_one_machine=False, has_store=False)
+    command = [*place.command, sys.executable, str(WORKER), folder, "torchrun"]
+    return subprocess.Popen(command, env={**_at(place), **ours.environment()})
 
 
 def _set(namespace: str, state: str) -> None:

@@ -65,7 +65,7 @@ def _store(ours: job.Job, *, timeout: timedelta) -> TCPStore:
     serve = ours.rank == 0 and not ours.has_store
     if not (serve and ours.on_one_machine):
         return TCPStore(ours.address, ours.port, ours.size, serve, timeout, wait_for_workers=False)
-    return store_at("127.0.0.1", ours.port, ours.size, timeout=timeout)
+    return loopback_store(ours.port, ours.size, timeout=timeout)
 
 
 def _fresh(store: TCPStore, ours: job.Job) -> Store:

@@ -51,13 +51,18 @@ class Found:
     """By state: one of the workers now that can read it. In a folder that all share, each has its part."""
 
     @property
+    def is_all(self) -> bool:
+        """Are there states of all workers that the run had?"""
+        return self.num_found == self.num_workers
+
+    @property
     def num_found(self) -> int:
         """Of how many workers there are states."""
         return sum(kept.stop - kept.start for kept in self.bearers)
 
     def lost(self, num_workers: int) -> str:
         """What is told where ``num_workers`` go on otherwise than to the last bit."""
-        among = self.num_found if self.num_found == self.num_workers else f"{self.num_found} of {self.num_workers}"
+        among = self.num_found if self.is_all else f"{self.num_found} of {self.num_workers}"
         start = "one worker's state" if self.num_found == 1 else f"the mean of {among} workers' states"
         return (
             f"after round {self.round} the run goes on from {start}, with {num_workers} now: what each had of its own "
@@ -117,24 +122,19 @@ def find(folder: Path, comm: Communicator, device: torch.device) -> tuple[Found 
         Found(run, round, workers, False, {kept: by[kept.start % len(by)] for kept, by in states.items()})
         for (run, round, workers), states in readers.items()
     ]
-    best = max(found, key=lambda f: (f.num_found == f.num_workers, f.round if _is_all(f) else f.num_found, f.round))
+    best = max(found, key=lambda f: (f.is_all, f.round if f.is_all else f.num_found, f.round))
     own = all([best.run, best.round, best.num_workers, *one["hosted"]] in one["kept"] for one in everyones)
     exact = own and best.num_workers == comm.num_workers
     return replace(best, exact=exact), best.run if exact else str(everyones[0]["run"])
-
-
-def _is_all(found: Found) -> bool:
-    return found.num_found == found.num_workers
 
 
 def _readable(folder: Path) -> tuple[list[Kept], list[str]]:
     """The whole states that this process can read, and what is wrong with others. A newer format's is an error."""
     kept, damaged = [], []
     for round, worker in sorted(_all_in(folder)):
-        states = states_of(folder, worker)
         try:
-            states.check(round)
-            num_workers, hosted = (int(states.said(round, name)) for name in ("num_workers", "hosted"))
+            manifest = states_of(folder, worker).check(round)
+            num_workers, hosted = (int(manifest.get(name)) for name in ("num_workers", "hosted"))  # type: ignore[arg-type]
         except DamagedCheckpointError as error:
             damaged.append(str(error))
             warnings.warn(f"{error}; it is passed over", RuntimeWarning, stacklevel=2)
@@ -143,7 +143,7 @@ def _readable(folder: Path) -> tuple[list[Kept], list[str]]:
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{folder} holds no states of prsgd.resumable ({error})") from None
         else:
-            kept.append(Kept(str(states.said(round, "run")), round, num_workers, worker, worker + hosted))
+            kept.append(Kept(str(manifest.get("run")), round, num_workers, worker, worker + hosted))
     return kept, damaged
 
 

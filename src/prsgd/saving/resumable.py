@@ -40,9 +40,9 @@ class resumable:  # noqa: N801 - a word in the user's sentence
 
     With the same number of workers the run goes on to the last bit (with torch's, numpy's and Python's random numbers),
     if the folder, which may be each machine's own, holds every worker's state. Worker 0 also keeps every record there,
-    in records.jsonl. With another number all begin at the
-    mean of the models that are found, with the mean of their optimizers' states (or fresh ones, with
-    ``optimizer_state="reset"``), the averaging's memory and the round; a warning says so.
+    in records.jsonl. With another number all begin at the mean of the models that are found, with the mean of their
+    optimizers' states (or fresh ones, with ``optimizer_state="reset"``), the averaging's memory and the round; a
+    warning says so.
 
     >>> import tempfile, torch, prsgd
     >>> def train(folder, steps):

@@ -123,13 +123,9 @@ class States:
         """Remove this one."""
         self._remove(self._place(number))
 
-    def check(self, number: int) -> None:
-        """Raise a DamagedCheckpointError unless it is whole, and a CheckpointError if it is of a newer format."""
-        self._check(self._place(number))
-
-    def said(self, number: int, name: str) -> Any:
-        """What the manifest of a whole one says."""
-        return _json.parse((self._place(number) / self._manifest).read_bytes()).get(name)
+    def check(self, number: int) -> dict[str, Any]:
+        """Its manifest; a DamagedCheckpointError unless it is whole, a CheckpointError if it is of a newer format."""
+        return self._check(self._place(number))
 
     def load(self, number: int) -> Any:
         """The state that was saved so."""
@@ -160,7 +156,7 @@ class States:
         with suppress(OSError):  # the others' files are still there
             place.rmdir()
 
-    def _check(self, place: Path) -> None:
+    def _check(self, place: Path) -> dict[str, Any]:
         where = f"checkpoint {place}"
         try:
             manifest = _json.parse((place / self._manifest).read_bytes())
@@ -180,6 +176,8 @@ class States:
                 raise DamagedCheckpointError(f"{where}: {name} cannot be read ({error.strerror})") from None
             if found != sums[name]:
                 raise DamagedCheckpointError(f"{where}: {name} is damaged (its SHA-256 is not the manifest's)")
+        checked: dict[str, Any] = manifest
+        return checked
 
 
 def in_place(place: Path, pattern: str) -> list[Path]:
