@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import prsgd
-from prsgd.comm.works import translated
+from prsgd.comm.works import Pending, translated
 from prsgd.core import patience
 from tests.problems import batch, model, train_fleet, train_model
 from tests.ranks import LIMIT_SECONDS, run_ranks, try_ranks
@@ -410,6 +411,51 @@ def test_a_connection_that_tcp_gave_up_is_no_time_limit() -> None:
     assert str(error) == "a peer failed or left (Read error [10.0.0.1]:4711: Connection timed out)"
     late = translated(RuntimeError("[/gloo/unbound_buffer.cc:81] Timed out waiting 4000ms for recv"), 4.0)
     assert type(late) is prsgd.AverageTimeout
+
+
+class JustAfter(dist.Work):
+    """Over, with or without an error, just after a wait for it was given up."""
+
+    def __init__(self, error: str | None = None) -> None:
+        super().__init__()
+        self.error, self.waits = error, 0
+
+    def wait(self, timeout: object = None) -> bool:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.waits > 0
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return torch.futures.Future()
+
+
+class Watched:
+    """As a communicator that looks every second whether its peers are there."""
+
+    timeout_seconds, is_watched, transfers = 600.0, True, 1
+
+    def lost_seconds(self) -> float:
+        return 0.0
+
+    def tell_waiting(self, transfer: int) -> None:
+        pass
+
+    def absent(self, transfer: int) -> str:
+        return "a peer"
+
+
+def test_a_transfer_that_comes_just_after_a_look_is_no_time_limit() -> None:
+    """Long transfers are waited for second by second: one that ended between two looks was told as ten minutes' wait."""
+    flat = torch.ones(3)
+    assert Pending(Watched(), JustAfter(), flat, 12).wait() is flat
+    with pytest.raises(prsgd.PeerError, match=r"a peer failed or left \(Connection closed by peer\)"):
+        Pending(Watched(), JustAfter("Connection closed by peer"), flat, 12).wait()
 
 
 def rank_of_unlike_speed(rank: int) -> int:

@@ -150,9 +150,9 @@ class Pending(UnderWay[T]):
         try:
             self._work.wait(timedelta(seconds=seconds))
         except RuntimeError:
-            if self._work.is_completed():
-                raise
-            return False
+            if not self._work.is_completed():
+                return False
+            self._work.wait()  # raises what went wrong; nothing did if it came just after the time was up
         return True
 
 
