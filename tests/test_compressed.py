@@ -13,7 +13,7 @@ from torch import Tensor
 
 import prsgd
 from prsgd.averaging.base import SUMS_WIDTH
-from prsgd.averaging.wires.base import Gathered
+from prsgd.averaging.wires.base import CACHED, Gathered
 from prsgd.averaging.wires.packing import pack, packed_bytes, unpack
 from tests.problems import train_fleet, walk
 
@@ -234,6 +234,21 @@ def test_half_precision_by_hand() -> None:
     assert path[0] == [1000.0 + third / 2] * 2
     assert local.records[0].bytes_sent == 2 + 8 * SUMS_WIDTH  # 2 (N - 1) / N of one rounded number, and of the sums
     assert math.isclose(path[0][0], 1000 + 1 / 6, rel_tol=0, abs_tol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [0, 1, CACHED, 2 * CACHED + 3])
+def test_half_precision_run_by_run_is_what_it_is_at_once(dtype: torch.dtype, size: int) -> None:
+    """Rounded, added up in half precision, and divided by the weight, which is not 1; what float16 has not said is kept."""
+    point, wire = random(size, dtype=torch.float32), prsgd.half(dtype)
+    averaging = prsgd.mean(wire=wire)
+    snap = point + torch.stack([random(size, worker, torch.float32) for worker in (1, 2, 3)])
+    landing = averaging.launch(averaging.init(point, 3), prsgd.InProcess(3), snap, make_header(3)).wait()
+    changes = snap - point
+    rounded = changes.to(dtype)
+    assert torch.equal(landing.target, point + (rounded[0] + rounded[1] + rounded[2]).float() / 3)
+    if wire.keeps_residuals:
+        assert torch.equal(landing.memory["residuals"], changes - rounded.float())
 
 
 def test_half_precision_averages_optimizer_state_too() -> None:

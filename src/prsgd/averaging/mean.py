@@ -16,12 +16,10 @@ from prsgd._check import positive
 from prsgd.averaging import weights as weighing
 from prsgd.averaging.base import Averaging, Header, Landing, Memory, Setting
 from prsgd.averaging.summed import summed, weighted_sum
-from prsgd.averaging.wires.base import Arrived, Change, Changes, Wire
+from prsgd.averaging.wires.base import CACHED, Arrived, Change, Changes, Wire
 from prsgd.averaging.wires.half import half
 from prsgd.comm.base import Communicator, Then, Work
 
-CHUNK = 1 << 19
-"""Numbers whose distance is taken at a time: they stay in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,7 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
 def _distance(row: Tensor, point: Tensor) -> float:
     """Of a row from a point; in float64 if need be, since float32 does not hold the squares of all that it holds."""
     for dtype in (None, torch.float64):
-        parts = zip(row.split(CHUNK), point.split(CHUNK))
+        parts = zip(row.split(CACHED), point.split(CACHED))
         lengths = torch.stack([torch.linalg.vector_norm(r - p, dtype=dtype) for r, p in parts])
         found = float(torch.linalg.vector_norm(lengths, dtype=torch.float64))
         if math.isfinite(found):

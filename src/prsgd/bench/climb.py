@@ -21,8 +21,8 @@ AVERAGED = "@"
 
 
 CLIMBERS = (
-    "ddp", "ddp-bf16", "ddp-powersgd", "averager@8", "accelerate@8", "torchft@8", "prsgd@4", "prsgd@8", "prsgd@16",
-    "prsgd-auto@8", "prsgd-period-auto", "prsgd-diloco@8",
+    "ddp", "ddp-bf16", "ddp-fp16", "ddp-powersgd", "averager@8", "accelerate@8", "torchft@8", "prsgd@4", "prsgd@8",
+    "prsgd@16", "prsgd-auto@8", "prsgd-period-auto", "prsgd-diloco@8",
 )  # fmt: skip
 """Who runs unless others are named."""
 

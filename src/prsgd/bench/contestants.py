@@ -94,10 +94,10 @@ def ddp(work: Work, _: Ground, hook: str | None = None) -> Iterator[Step]:
     from torch.nn.parallel import DistributedDataParallel
 
     model, optimizer = DistributedDataParallel(work.model), sgd(work)
-    if hook == "bf16":
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    if hook in ("bf16", "fp16"):  # torch has the former on CUDA and XPU alone
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        model.register_comm_hook(None, bf16_compress_hook)
+        model.register_comm_hook(None, getattr(default_hooks, f"{hook}_compress_hook"))
     elif hook == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -218,6 +218,7 @@ CONTESTANTS = {
     NONE: Contestant("no communication: the limit", alone),
     "ddp": Contestant("torch's DistributedDataParallel", ddp, every_step=True),
     "ddp-bf16": Contestant("the same, gradients in bfloat16", partial(ddp, hook="bf16"), every_step=True),
+    "ddp-fp16": Contestant("the same, gradients in float16", partial(ddp, hook="fp16"), every_step=True),
     "ddp-powersgd": Contestant("the same, gradients by PowerSGD", partial(ddp, hook="powersgd"), every_step=True),
     "bare": Contestant("one bare all-reduce a period: what averaging costs at least", bare),
     "averager": Contestant("torch's PostLocalSGDOptimizer, PeriodicModelAverager", averager),

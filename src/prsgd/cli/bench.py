@@ -17,7 +17,7 @@ from prsgd.cli.parser import Parser, fail, path, refusing
 
 LINKS = ["loopback", "1Gbit", "100Mbit"]
 USUAL = ["mlp", "resnet20"]
-ASIDE = {"ddp-bf16", "ddp-powersgd", "prsgd-period-auto", "prsgd-diloco"}
+ASIDE = {"ddp-bf16", "ddp-fp16", "ddp-powersgd", "prsgd-period-auto", "prsgd-diloco"}
 """Contestants that run only if they are named."""
 MOST_RANKS, MOST_ROUNDS, MOST_PERIOD = 16, 1000, 10_000
 
@@ -38,6 +38,8 @@ def add(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument("--lr", type=float, default=0.02, help="with --accuracy (0.02)")
     parser.add_argument("--seeds", type=int, default=3, metavar="S", help="with --accuracy: how many (3)")
+    parser.add_argument("--look", type=int, default=16, metavar="I", help="with --accuracy: test after every I steps (16)")
+    parser.add_argument("--steps", type=int, default=2000, metavar="T", help="with --accuracy: give up after T (2000)")
     parser.add_argument("--out", type=path, metavar="DIR", help="for bench.json, bench.md and figures/bench.png")
     parser.add_argument("--json", action="store_true", help="every lap, for programs")
     parser.add_argument("--list", action="store_true", help="the models and the contestants")
@@ -108,6 +110,9 @@ def _numbers(args: argparse.Namespace) -> dict[str, Any]:
         if "/" not in name:
             raise ValueError(f"to an accuracy: models must be of the lab's tasks, as digits/cnn, got {name!r}")
     seeds = whole_number("seeds", args.seeds, at_least=1, at_most=MOST_ROUNDS)
+    look_every = whole_number("look", args.look, at_least=1)
+    most_steps = whole_number("steps", args.steps, at_least=look_every)
+    found |= {"look_every": look_every, "most_steps": most_steps}
     return {**found, "target": args.accuracy, "lr": positive("lr", args.lr), "seeds": range(seeds)}
 
 

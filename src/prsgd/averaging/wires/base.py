@@ -10,7 +10,7 @@ not of the change's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, overload
 
@@ -22,6 +22,8 @@ from prsgd.averaging.base import Header, Setting
 from prsgd.comm.base import Both, Communicator, Then, Work
 
 S = TypeVar("S")
+CACHED = 1 << 19
+"""Numbers that fit into a processor's cache, roughly; with fewer, starting kernels takes longer than what they do."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +181,22 @@ def step(point: Tensor, total: Tensor, weight: float) -> Tensor:
     return torch.addcdiv(point, total, total.new_tensor(weight), out=total)
 
 
-def fresh(like: Tensor) -> Tensor:
+def fresh(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """As ``torch.empty_like`` of a row, in large pages where the system lends them, which numpy asks for and torch does
     not: to map 25M numbers page by page takes longer than to unpack them."""
-    if like.device.type != "cpu":
-        return torch.empty_like(like)
-    return torch.from_numpy(np.empty(like.nbytes, np.uint8)).view(like.dtype)
+    dtype = dtype or like.dtype
+    if like.device.type != "cpu" or not like.numel():
+        return torch.empty_like(like, dtype=dtype)
+    return torch.from_numpy(np.empty(like.numel() * dtype.itemsize, np.uint8)).view(dtype)
+
+
+def runs(num_values: int) -> Iterator[slice]:
+    """So many numbers, cut so that what is done to a run finds it in a core's cache.
+
+    >>> [(run.start, run.stop) for run in runs(CACHED + 1)] == [(0, CACHED), (CACHED, CACHED + 1)]
+    True
+    """
+    return (slice(at, min(at + CACHED, num_values)) for at in range(0, num_values, CACHED))
 
 
 def landed(header: Header, numbers: Tensor, exact: Tensor) -> Header:

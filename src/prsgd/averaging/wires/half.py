@@ -9,7 +9,7 @@ from torch import Tensor
 
 from prsgd.averaging.base import Header
 from prsgd.averaging.summed import weighted_sum
-from prsgd.averaging.wires.base import Arrived, Changes, Wire, step
+from prsgd.averaging.wires.base import Arrived, Changes, Wire, fresh, runs
 from prsgd.comm.base import Both, Communicator, Then, Work
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -42,14 +42,20 @@ class half(Wire):  # noqa: N801 - a word in the user's sentence
 
     def send(self, comm: Communicator, changes: Changes, like: Tensor, header: Header) -> Work[Arrived]:
         num_extras = header.extras.shape[1]
-        total = torch.zeros_like(like, dtype=self.dtype)
         weights, kept = [0.0] * len(header.bad), {}
-        for change in changes:
-            values, weights[change.place] = change.values(), change.weight
-            rounded = self._rounded(values, change.weight, comm.num_workers)
-            total += rounded  # in half precision, as processes add up theirs
+        total = fresh(like, self.dtype)
+        if not changes:
+            total.zero_()
+        for nth, change in enumerate(changes):
+            weights[change.place] = change.weight
             if self.keeps_residuals:
-                kept[change.place] = values - rounded.to(like.dtype)
+                kept[change.place] = fresh(like)
+            for run in runs(len(like)):
+                values = change.values(run)
+                rounded = self._rounded(values, change.weight, comm.num_workers)
+                total[run] = rounded if nth == 0 else total[run] + rounded  # in half precision, as processes add theirs
+                if self.keeps_residuals:
+                    torch.sub(values, rounded, out=kept[change.place][run])
         extras = like.new_zeros(num_extras)
         weighted_sum(header.extras, weights, out=extras)
         full = torch.cat([extras, header.tail().to(like.dtype)])
@@ -57,7 +63,7 @@ class half(Wire):  # noqa: N801 - a word in the user's sentence
         def arrived(_: tuple[Tensor, Tensor]) -> Arrived:
             landed = header.landed(full[:num_extras], full[num_extras:])
             landed = replace(landed, extras=landed.extras / (landed.sums.weight or 1.0))
-            return Arrived(landed, lambda point: step(point, total.to(like.dtype), landed.sums.weight), kept)
+            return Arrived(landed, lambda point: _moved(point, total, landed.sums.weight), kept)
 
         return Then(Both(comm.all_reduce(full), comm.all_reduce(total)), arrived)
 
@@ -66,3 +72,11 @@ class half(Wire):  # noqa: N801 - a word in the user's sentence
             return (change * weight if weight != 1.0 else change).to(self.dtype)
         most = torch.finfo(self.dtype).max / num_workers  # so that no sum is more than it holds
         return change.clamp(-most, most).to(self.dtype)
+
+
+def _moved(point: Tensor, total: Tensor, weight: float) -> Tensor:
+    """point + total / weight, run by run: a row of the total in full precision would be mapped only to be read once."""
+    target, by = fresh(point), point.new_tensor(weight)
+    for run in runs(len(point)):
+        torch.addcdiv(point[run], total[run].to(point.dtype), by, out=target[run])
+    return target

@@ -19,12 +19,9 @@ import torch
 from torch import Tensor
 
 from prsgd._check import one_of, whole_number
-from prsgd.averaging.wires.base import Change, fresh
+from prsgd.averaging.wires.base import CACHED, Change, fresh
 from prsgd.averaging.wires.packing import pack, packed_bytes, unpack
 from prsgd.averaging.wires.scattered import WAYS, Scattered
-
-CACHED = 1 << 19
-"""Numbers that fit into a processor's cache, roughly; with fewer, starting kernels takes longer than what they do."""
 
 
 @dataclass(frozen=True)
