@@ -16,15 +16,19 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
-from prsgd import tasks
+from prsgd import Fleet, InProcess, LocalSGD, every, tasks
 from prsgd.bench import climb, links, race, told
 from prsgd.bench.climb import Climb, Point
 from prsgd.bench.contestants import CONTESTANTS, NONE
 from prsgd.bench.links import Link, NoLinkError, made
 from prsgd.bench.models import MODELS, work
 from prsgd.bench.race import DropOutError, Lap, Race
-from prsgd.bench.rank import PARTS
+from prsgd.bench.rank import PARTS, drained
+from prsgd.comm.base import Then, Work
 from tests.ranks import run_command as prsgd
 
 NETNS = Path("/run/netns")
@@ -35,9 +39,9 @@ def namespaces(pid: int) -> set[str]:
     return {place.name for place in NETNS.iterdir() if f"-{pid}-" in place.name} if NETNS.is_dir() else set()
 
 
-def ours_left(pid: int) -> list[str]:
-    """Ranks and wires of that process that still run."""
-    found = []
+def ours_left(pid: int) -> dict[int, str]:
+    """Ranks and wires of that process that still run, by their numbers: what they were started with."""
+    found = {}
     for place in Path("/proc").iterdir():
         try:
             words = (place / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
@@ -45,7 +49,7 @@ def ours_left(pid: int) -> list[str]:
         except (OSError, IndexError):
             continue
         if "prsgd.bench." in words and parent == str(pid):
-            found.append(words)
+            found[int(place.name)] = words
     return found
 
 
@@ -126,7 +130,7 @@ def test_a_link_carries_and_is_removed(link: str, ranks: int) -> None:
             seconds = float(subprocess.run(asked, capture_output=True, timeout=120, check=True).stdout)
         assert seconds >= 2 * Link.parse(link).delay_seconds
     assert namespaces(os.getpid()) == set()
-    assert ours_left(os.getpid()) == []
+    assert ours_left(os.getpid()) == {}
 
 
 @pytest.mark.usefixtures("can_link")
@@ -134,7 +138,7 @@ def test_what_fails_leaves_no_link_behind() -> None:
     with pytest.raises(RuntimeError, match="half-way"), made(Link.parse("1Gbit+5ms"), 2):
         raise RuntimeError("half-way")
     assert namespaces(os.getpid()) == set()
-    assert ours_left(os.getpid()) == []
+    assert ours_left(os.getpid()) == {}
 
 
 @pytest.mark.usefixtures("can_link")
@@ -269,14 +273,14 @@ def test_a_race_over_loopback() -> None:
     for lap in found.laps["prsgd-overlap-1"]:
         assert set(lap.parts) == set(PARTS)
         assert all(0 <= seconds < lap.seconds for seconds in lap.parts.values())
-    assert ours_left(os.getpid()) == []
+    assert ours_left(os.getpid()) == {}
 
 
 @pytest.mark.parametrize("name", CONTESTANTS)
 def test_warm_ups(name: str) -> None:
     """Over a slow link one that speaks at every step would not be ready in time; one that settles is given averages."""
     steps = CONTESTANTS[name].warm_up(8)
-    assert steps == (2 if name.startswith("ddp") else 48 if name == "prsgd-auto" else 16)
+    assert steps == (2 if name.startswith("ddp") else 48 if name.startswith("prsgd-auto") else 16)
 
 
 def test_who_is_not_installed_or_fails_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,14 +290,73 @@ def test_who_is_not_installed_or_fails_is_left_out_by_name(monkeypatch: pytest.M
     assert found.left_out["torchft"] == "torchft is not installed (pip install 'prsgd[bench]')"
     assert "rank" in found.left_out["ddp-bf16"]  # torch has it for GPUs alone
     assert "BF16" in found.left_out["ddp-bf16"]
-    assert ours_left(os.getpid()) == []
+    assert ours_left(os.getpid()) == {}
 
 
 def test_who_hangs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "START_SECONDS", 0.01)
+    monkeypatch.setattr(race, "STEP_SECONDS", 0.0)
     with pytest.raises(DropOutError, match=r"did not answer within 0 s"):
         race.race("mlp", Link.parse("loopback"), ["ddp"], period=1, rounds=1)
-    assert ours_left(os.getpid()) == []
+    assert ours_left(os.getpid()) == {}
+
+
+def ddp_ranks() -> list[int]:
+    return [number for number, words in ours_left(os.getpid()).items() if '"contestant": "ddp"' in words]
+
+
+def test_who_dies_half_way_is_ended_and_the_others_go_on() -> None:
+    """None of its processes is left to disturb the laps of the others."""
+    left: list[list[int]] = []
+
+    def tell(line: str) -> None:
+        if "round 1 of 2, ddp" in line:
+            os.kill(max(ddp_ranks()), signal.SIGKILL)
+        elif "round 2" in line:
+            left.append(ddp_ranks())
+
+    found = race.race("mlp", Link.parse("loopback"), ["ddp", "prsgd"], period=2, rounds=2, tell=tell)
+    assert "round 1: rank" in found.left_out["ddp"]
+    assert len(found.laps["prsgd"]) == 2
+    assert left
+    assert not any(left)
+
+
+class Counting(InProcess):
+    """Tells how many sums were started, and how many were waited for."""
+
+    started = arrived = 0
+
+    def all_reduce(self, flat: Tensor) -> Work[Tensor]:
+        self.started += 1
+        return Then(super().all_reduce(flat), self._arrive)
+
+    def _arrive(self, flat: Tensor) -> Tensor:
+        self.arrived += 1
+        return flat
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_what_travels_between_two_blocks_is_waited_for(overlap: int) -> None:
+    """Where the overlap is the whole period an average is under way when a block ends: it is not to travel in the turn
+    of another team."""
+    comm = Counting(2)
+    fleet = Fleet(nn.Linear(2, 1), 2, comm=comm)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    with LocalSGD(fleet, optimizer, schedule=every(2), overlap=overlap) as local:
+        for _ in range(4):
+            optimizer.zero_grad()
+            fleet.backward(mse_loss, torch.randn(2, 1, 2), torch.zeros(2, 1, 1))
+            optimizer.step()
+        before = comm.started - comm.arrived
+        drained(local)
+        assert (before, comm.started - comm.arrived) == (1 if overlap == 2 else 0, 0)
+
+
+def test_where_none_could_run_the_limit_is_told(tmp_path: Path) -> None:
+    found = Race("mlp", "loopback", 2, 8, {NONE: [Lap(8, 1.0, 1.0, 0.0)]}, {"torchft": "torchft is not installed"})
+    told.write([found], tmp_path, "prsgd bench")
+    assert "| no communication: the limit | 1.000 |" in (tmp_path / "bench.md").read_text()
 
 
 # The command
@@ -363,7 +426,7 @@ def test_interrupted_it_leaves_nothing_behind(bench: subprocess.Popen[str], numb
     bench.send_signal(number)
     assert bench.wait(timeout=60) == 130
     assert namespaces(bench.pid) == set()
-    assert ours_left(bench.pid) == []
+    assert ours_left(bench.pid) == {}
 
 
 def test_a_port_is_free() -> None:

@@ -239,11 +239,13 @@ def test_half_precision_by_hand() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [0, 1, CACHED, 2 * CACHED + 3])
 def test_half_precision_run_by_run_is_what_it_is_at_once(dtype: torch.dtype, size: int) -> None:
-    """Rounded, added up in half precision, and divided by the weight, which is not 1; what float16 has not said is kept."""
+    """Rounded, added up in half precision, divided by the weight, which is not 1; what float16 has not said is kept."""
     point, wire = random(size, dtype=torch.float32), prsgd.half(dtype)
     averaging = prsgd.mean(wire=wire)
     snap = point + torch.stack([random(size, worker, torch.float32) for worker in (1, 2, 3)])
     landing = averaging.launch(averaging.init(point, 3), prsgd.InProcess(3), snap, make_header(3)).wait()
+    assert landing.target is not None
+    assert landing.memory is not None
     changes = snap - point
     rounded = changes.to(dtype)
     assert torch.equal(landing.target, point + (rounded[0] + rounded[1] + rounded[2]).float() / 3)

@@ -451,7 +451,7 @@ class Watched:
 
 
 def test_a_transfer_that_comes_just_after_a_look_is_no_time_limit() -> None:
-    """Long transfers are waited for second by second: one that ended between two looks was told as ten minutes' wait."""
+    """Long transfers are waited for second by second: one that ended between two looks was told as ten minutes."""
     flat = torch.ones(3)
     assert Pending(Watched(), JustAfter(), flat, 12).wait() is flat
     with pytest.raises(prsgd.PeerError, match=r"a peer failed or left \(Connection closed by peer\)"):

@@ -21,7 +21,6 @@ from prsgd.averaging.wires.half import half
 from prsgd.comm.base import Communicator, Then, Work
 
 
-
 @dataclass(frozen=True)
 class mean(Averaging):  # noqa: N801 - a word in the user's sentence
     """The mean of the workers' models, each counting the same (the paper), or by its "steps" or "samples" of the round,

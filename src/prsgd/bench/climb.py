@@ -16,7 +16,7 @@ from prsgd.bench.links import Link, made
 from prsgd.bench.race import DropOutError, team
 from prsgd.bench.rank import Orders
 
-AVERAGED = "@"
+PERIOD_MARK = "@"
 """Between a contestant and its period: prsgd@16."""
 
 
@@ -89,7 +89,7 @@ def parse(text: str, usual_period: int) -> tuple[str, int]:
     >>> parse("prsgd@16", 8), parse("ddp", 8)
     (('prsgd', 16), ('ddp', 8))
     """
-    name, _, period = text.partition(AVERAGED)
+    name, _, period = text.partition(PERIOD_MARK)
     if period and not (period.isdigit() and int(period)):
         raise ValueError(f"a contestant's period must be a whole number >= 1, got {text!r}")
     return name, int(period) if period else usual_period
@@ -125,6 +125,7 @@ def climb(
                     found.points.setdefault(text, []).append([])
                 except DropOutError as problem:
                     found.left_out[text] = str(problem)
+                    found.points.pop(text, None)
             shuffle = random.Random(seed).shuffle
             while teams:
                 order = list(teams)
@@ -138,9 +139,10 @@ def climb(
                         accuracy = teams[text].accuracy()
                     except DropOutError as problem:
                         found.left_out[text] = f"seed {seed}, step {before.steps}: {problem}"
-                        del teams[text], found.points[text]
+                        teams.pop(text).end()
+                        del found.points[text]
                         continue
                     points.append(Point(before.steps + look_every, before.seconds + lap.seconds, accuracy))
                     if accuracy >= target or points[-1].steps >= most_steps:
-                        del teams[text]
+                        teams.pop(text).end()
     return found

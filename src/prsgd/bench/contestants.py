@@ -25,6 +25,8 @@ from prsgd.bench.models import Work
 from prsgd.comm.joining import loopback_store, open_store
 
 Step = Callable[[], None]
+WARM_UP_STEPS = 2
+"""Of one that communicates at every step."""
 LIMIT = timedelta(seconds=60)
 """How long a peer may wait for another rank."""
 
@@ -55,7 +57,7 @@ class Contestant:
 
     def warm_up(self, period: int) -> int:
         """Steps that are not looked at."""
-        return 2 if self.every_step else (6 if self.settles else 2) * period
+        return WARM_UP_STEPS if self.every_step else (6 if self.settles else 2) * period
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def ddp(work: Work, _: Ground, hook: str | None = None) -> Iterator[Step]:
     elif hook == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=10)
+        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=WARM_UP_STEPS)
         model.register_comm_hook(state, powerSGD_hook)
     yield plain(work, optimizer, model)
 
@@ -234,6 +236,11 @@ CONTESTANTS = {
     ),
     "prsgd-bf16": Contestant("ours, bfloat16 on the wire", _with(averaging=lambda: prsgd.mean(wire=prsgd.half()))),
     "prsgd-4bit": Contestant("ours, 4 bits on the wire", _with(averaging=lambda: prsgd.mean(wire=prsgd.quantized(4)))),
+    "prsgd-auto-4bit": Contestant(
+        'ours, overlap="auto", 4 bits on the wire',
+        _with(overlap="auto", averaging=lambda: prsgd.mean(wire=prsgd.quantized(4))),
+        settles=True,
+    ),
 }
 """By the names that the command line takes."""
 

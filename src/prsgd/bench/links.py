@@ -25,6 +25,10 @@ NAME = re.compile(r"prsgd-bench-(\d+)-\w+")
 MTU = 9000
 """Of the wires with a delay: they are joined by a program, which takes about 10 us a packet."""
 SUBNET = "10.213.7"
+BURST_SECONDS = 524_288 / 125e6
+"""512 kB at 1 Gbit/s, and as long at other rates: what fits into a burst is not held to the rate."""
+LEAST_BURST_BYTES = 16_000
+"""More than a packet has, or none would pass."""
 
 
 class NoLinkError(PrsgdError):
@@ -116,7 +120,8 @@ def _join_by_bridge(names: Sequence[str], link: Link) -> None:
 
 def _limit(name: str, interface: str, bytes_per_second: float) -> None:
     rate = f"{round(8 * bytes_per_second)}bit"
-    shape = ("tbf", "rate", rate, "burst", "512kb", "latency", "50ms")
+    burst = max(LEAST_BURST_BYTES, round(BURST_SECONDS * bytes_per_second))
+    shape = ("tbf", "rate", rate, "burst", f"{burst}b", "latency", "50ms")
     _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", interface, "root", *shape)
 
 
@@ -173,7 +178,10 @@ def _remove(names: Sequence[str]) -> None:
 
 
 def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    try:
+        done = subprocess.run(["ip", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        raise NoLinkError(f"ip {' '.join(arguments)}: no answer within 30 s") from None
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise NoLinkError(f"ip {' '.join(arguments)}: {said[-1] if said else f'exit {done.returncode}'}")

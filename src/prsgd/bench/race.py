@@ -33,6 +33,8 @@ from prsgd.errors import PrsgdError
 
 START_SECONDS = 120.0
 """How long a team may take until it is ready."""
+STEP_SECONDS = 2.0
+"""And so much more for each step."""
 BLOCK_SECONDS = 0.5
 """A block of the one that does not communicate takes at least so long."""
 EVERY_STEP_SHARE = 8
@@ -53,6 +55,8 @@ class Lap:
     sync_seconds: float
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds of one average by what it does, the mean of the ranks; empty unless it leaves records."""
+    others_seconds: float = 0.0
+    """Of the machine's processors that went to others meanwhile."""
 
 
 @dataclass
@@ -67,8 +71,11 @@ class Race:
     """By contestant, one a round."""
     left_out: dict[str, str] = field(default_factory=dict)
     """By contestant, why."""
-    load: float = 0.0
-    """Of the machine before the race: processes that wanted to run, the mean of a minute."""
+
+    @property
+    def others_load(self) -> float:
+        """How many processors the machine gave to others while a team took its steps: the median of all laps."""
+        return median(lap.others_seconds / lap.seconds for laps in self.laps.values() for lap in laps)
 
     def shares(self, contestant: str) -> list[float]:
         """Of the throughput without communication, round by round."""
@@ -118,7 +125,7 @@ def race(
     tell: Callable[[str], object] = str,
 ) -> Race:
     """Let them race. Raises NoLinkError if the link cannot be made here."""
-    found = Race(model, link.name, ranks, period, load=os.getloadavg()[0])
+    found = Race(model, link.name, ranks, period)
     with made(link, ranks) as places, ExitStack() as stack:
         teams = {}
         for name in [NONE, *(c for c in contestants if c != NONE)]:
@@ -144,7 +151,7 @@ def race(
                     laps[name] = teams[name].take(own)
                 except DropOutError as problem:
                     found.left_out[name] = f"round {round + 1}: {problem}"
-                    del teams[name]
+                    teams.pop(name).end()
                     found.laps.pop(name, None)
                     if name == NONE:
                         raise
@@ -167,20 +174,28 @@ class Team:
         self._pipes = [process.stdout for process in processes if process.stdout is not None]
         self._limit_seconds = START_SECONDS
 
-    def wait(self) -> None:
-        """Until all are ready."""
-        self._answers(START_SECONDS)
+    def wait(self, steps: int) -> None:
+        """Until all are ready, with so many steps behind them."""
+        self._answers(START_SECONDS + STEP_SECONDS * steps)
+
+    def end(self) -> None:
+        """It has no more turns, and must not disturb those of others."""
+        _end(self._processes)
 
     def take(self, steps: int) -> Lap:
         """Let all ranks take so many steps."""
+        busy = _busy_seconds()
         self._tell(str(steps))
-        blocks = [Block(**answer) for answer in self._answers(START_SECONDS + self._limit_seconds)]
+        limit = START_SECONDS + max(self._limit_seconds, STEP_SECONDS * steps)
+        blocks = [Block(**answer) for answer in self._answers(limit)]
+        others = max(0.0, _busy_seconds() - busy - sum(block.processor_seconds for block in blocks))
         lap = Lap(
             steps,
             max(block.seconds for block in blocks),
             max(block.processor_seconds for block in blocks),
             max(block.sync_seconds for block in blocks),
             {part: fmean(block.parts[part] for block in blocks) for part in blocks[0].parts},
+            others,
         )
         self._limit_seconds = max(self._limit_seconds, 10 * lap.seconds)
         return lap
@@ -244,7 +259,7 @@ def team(orders: Orders, places: Sequence[Place]) -> Iterator[Team]:
                         )
                     )
             ready = Team(processes, said)
-            ready.wait()
+            ready.wait(orders.warm_up)
             yield ready
         finally:
             _end(processes)
@@ -253,6 +268,8 @@ def team(orders: Orders, places: Sequence[Place]) -> Iterator[Team]:
 def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
     """At once: nobody waits for what they might still have to say to each other."""
     for process in processes:
+        if process.returncode is not None:  # it was ended before, and its number may be another's by now
+            continue
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     for process in processes:
@@ -261,6 +278,15 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
             with contextlib.suppress(BrokenPipeError):
                 if pipe is not None:
                     pipe.close()
+
+
+def _busy_seconds() -> float:
+    """Of all processors of the machine, since it was started; 0 where it does not tell."""
+    place = Path("/proc/stat")
+    if not place.exists():
+        return 0.0
+    user, nice, system, _idle, _waiting, interrupts, soft, *_ = map(int, place.read_text().split()[1:9])
+    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
 
 
 def _free_port() -> int:

@@ -58,7 +58,7 @@ class Block:
 
 
 PARTS = ("copy", "wait", "flight")
-"""Copying, checking and writing models; blocked; from launch to arrival, which an overlap hides."""
+"""copy: copying, checking and writing models. wait: blocked. flight: from launch to arrival, which an overlap hides."""
 
 
 def main() -> None:
@@ -78,8 +78,10 @@ def main() -> None:
     job = work(orders.model, orders.rank, orders.ranks, orders.seed, orders.lr)
     ground = Ground(orders.rank, orders.ranks, orders.address, orders.period)
     with CONTESTANTS[orders.contestant].train(job, ground) as step:
+        local = step.local if isinstance(step, Recorded) else None
         for _ in range(orders.warm_up):
             step()
+        drained(local)
         _say(answers, {"ready": True})
         for line in sys.stdin:
             if line.strip() == "accuracy":
@@ -90,12 +92,23 @@ def main() -> None:
             for _ in range(int(line)):
                 step()
                 times.append(time.perf_counter())
-            processor = time.process_time() - processor
             took = [after - before for before, after in pairwise(times)]
             usual = median(took)
-            beyond = sum(max(0.0, t - usual) for t in took)
-            parts = parts_of(step.local, int(line)) if isinstance(step, Recorded) else {}
-            _say(answers, vars(Block(times[-1] - times[0], processor, beyond, parts)))
+            parts = {} if local is None else parts_of(local, int(line))
+            exposed = max(0.0, drained(local) - orders.period * usual)
+            processor = time.process_time() - processor
+            seconds = times[-1] - times[0] + exposed
+            beyond = max(0.0, seconds - len(took) * usual)  # noise is on both sides of the usual step
+            _say(answers, vars(Block(seconds, processor, beyond, parts)))
+
+
+def drained(local: prsgd.LocalSGD | None) -> float:
+    """Wait for an average that is under way, so that it does not travel in the others' turns: that is the case between
+    two blocks where the overlap is the whole period, whose steps would have hidden it. Returns the seconds."""
+    began = time.perf_counter()
+    if local is not None:
+        _ = local.is_ending  # waits for what is under way, and lands nothing
+    return time.perf_counter() - began
 
 
 def parts_of(local: prsgd.LocalSGD, steps: int) -> dict[str, float]:

@@ -50,6 +50,7 @@ def _text_of_race(race: Race) -> str:
         sync = "" if name == NONE or CONTESTANTS[name].every_step else f"{1e3 * race.sync_seconds(name):.3g} ms"
         processor = "" if name == NONE else f"{1e3 * race.processor_seconds(name):.3g} ms"
         lines.append(f"{share} {sync:>12} {processor:>10}".rstrip())
+    lines.append(f"others had {race.others_load:.2f} of the machine's processors meanwhile")
     return "\n".join([*lines, *_left_out(race.left_out, 17), *_text_of_parts(race)])
 
 
@@ -96,7 +97,8 @@ def markdown(races: Sequence[Race]) -> str:
                 cells.append("")
                 continue
             share = f"{race.share(name):.3f}"
-            cells.append(f"**{share}**" if name == next(n for n in race.ranking() if n != NONE) else share)
+            best = next((n for n in race.ranking() if n != NONE), None)
+            cells.append(f"**{share}**" if name == best else share)
         lines.append(f"| {CONTESTANTS[name].summary} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -23,7 +23,7 @@ IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
 CLONE_NEWNET = 0x40000000
 LONGEST_PACKET = 65536
 MOST_QUEUED_SECONDS = 0.05
-"""Of sending: a packet beyond that is dropped, as by a router whose memory is full."""
+"""Of sending: a packet that finds more before it is dropped, as by a router whose memory is full."""
 
 
 def open_tun(namespace: str) -> int:
@@ -42,13 +42,11 @@ def carry(tuns: Sequence[int], bytes_per_second: float, delay_seconds: float) ->
     free_at = [0.0] * len(tuns)  # when the last packet that a sender gave has left
     under_way: list[tuple[float, int, int, bytes]] = []
     count = 0
-    poll = select.poll()
-    for file in (*tuns, sys.stdin.fileno()):
-        poll.register(file, select.POLLIN)
+    files = [*tuns, sys.stdin.fileno()]
     senders = {tun: sender for sender, tun in enumerate(tuns)}
     while True:
         left = max(0.0, under_way[0][0] - time.monotonic()) if under_way else 1.0
-        for file, _ in poll.poll(1e3 * left if left > 0.001 else 0):
+        for file in select.select(files, [], [], left)[0]:
             if file not in senders:
                 return
             sender = senders[file]
@@ -60,7 +58,7 @@ def carry(tuns: Sequence[int], bytes_per_second: float, delay_seconds: float) ->
                 now = time.monotonic()
                 leaves = max(now, free_at[sender]) + len(packet) / bytes_per_second
                 receiver = packet[19] - 1 if packet[0] >> 4 == 4 else -1
-                if 0 <= receiver < len(tuns) and leaves - now <= MOST_QUEUED_SECONDS:
+                if 0 <= receiver < len(tuns) and free_at[sender] - now <= MOST_QUEUED_SECONDS:
                     free_at[sender], count = leaves, count + 1
                     heapq.heappush(under_way, (leaves + delay_seconds, count, receiver, packet))
         now = time.monotonic()

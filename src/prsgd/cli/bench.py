@@ -38,7 +38,7 @@ def add(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument("--lr", type=float, default=0.02, help="with --accuracy (0.02)")
     parser.add_argument("--seeds", type=int, default=3, metavar="S", help="with --accuracy: how many (3)")
-    parser.add_argument("--look", type=int, default=16, metavar="I", help="with --accuracy: test after every I steps (16)")
+    parser.add_argument("--look", type=int, default=16, metavar="I", help="with --accuracy: test every I steps (16)")
     parser.add_argument("--steps", type=int, default=2000, metavar="T", help="with --accuracy: give up after T (2000)")
     parser.add_argument("--out", type=path, metavar="DIR", help="for bench.json, bench.md and figures/bench.png")
     parser.add_argument("--json", action="store_true", help="every lap, for programs")
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         numbers = _numbers(args)
         models = [check(name) for name in args.models]
         usual = CLIMBERS if args.accuracy is not None else [name for name in CONTESTANTS if name not in ASIDE]
-        contestants = args.contestants or usual
+        contestants = list(dict.fromkeys(args.contestants or usual))
         for text in contestants:
             one_of("contestants", parse(text, args.period)[0] if args.accuracy is not None else text, CONTESTANTS)
         links = [Link.parse(text) for text in args.links]
@@ -124,13 +124,17 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM leaves nothing behind either: it ends the bench as Ctrl-C does."""
+    """The first of these signals ends the bench, and no other disturbs it while it removes what it has made."""
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
 
     def on_terminate(_: int, __: FrameType | None) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, on_terminate)
+    before = [signal.signal(number, on_terminate) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)

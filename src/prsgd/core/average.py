@@ -201,7 +201,7 @@ class Averages:
             counts=header.counts,
             bad=boarded.bad,
             to_land=set(range(len(self.paces))),
-            copy_seconds=time.perf_counter() - began,
+            copy_seconds=self.snapshots.take_seconds() + time.perf_counter() - began,
         )
 
     def wait(self, average: Average) -> Landing:

@@ -1,9 +1,10 @@
 """``overlap="auto"``: as many steps as hide the transfer. Pure: no torch, no clock of its own.
 
-Every average brings all workers' numbers of the one before: how long that was under way since each one's launch, with
-the update and the snapshot before (d steps after a launch have d gradients and d - 1 updates before they land), and how
-long each one's steps take. Who launches early waits for the others too, so the shortest flight, of the worker that
-launched last, is the transfer itself, and ceil(flight / step) of that worker's steps hide it. The overlap starts at 1:
+With every average each worker tells of the one before: its flight, and how long its steps take. A flight is the time
+from launch to arrival, and the update and the snapshot before the launch, since between a launch and a landing d steps
+later lie d gradients but only d - 1 updates. Who launches early waits for the others too, so the shortest flight, of
+the worker that launched last, is the transfer itself, and ceil(flight / step) of that worker's steps hide it. The
+overlap starts at 1:
 
     raised    at once, when the middle one of the last three transfers took longer: what was slow once does not count
     lowered   when fewer steps would have hidden each of the last five, with a tenth to spare

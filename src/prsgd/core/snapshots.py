@@ -7,6 +7,7 @@ with it.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,7 @@ class Snapshots:
         self._flat_width = rows.width + state.width + tail + buffers.sum_width
         # Made when first needed: the flat buffer, and the hosted workers' snapshots or what of them is not in place.
         self._sums = [torch.zeros(())] * self._hosted  # of the snapshots: not finite if a number is not
+        self._capture_seconds = 0.0
         self.not_finite: dict[int, str | None] = {}
         """By hosted worker whose model was not finite: the buffer that was not, if it was one."""
         self._flat: Tensor | None = None
@@ -71,9 +73,16 @@ class Snapshots:
 
     def capture(self, i: int) -> None:
         """Copy worker i's snapshot; with overlap its model moves on while the average travels."""
+        began = time.perf_counter()
         row, extras, buffers = self._snapshots()[i].split(self._widths)
         self._sums[i] = self.rows.pack(i, row)
         self._pack_beside(i, extras, buffers)
+        self._capture_seconds += time.perf_counter() - began
+
+    def take_seconds(self) -> float:
+        """What capturing took since this was asked before."""
+        seconds, self._capture_seconds = self._capture_seconds, 0.0
+        return seconds
 
     def board(self, *, as_they_are: bool = False) -> Boarded:
         """The snapshots of all hosted workers, or their models as they are now."""
