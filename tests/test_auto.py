@@ -403,7 +403,7 @@ def apart_by_noise(steps: int, m: float, *, own: bool) -> float:
 def rule(
     records: Sequence[Record],
     *,
-    tolerance: float = 1.5,
+    tolerance: float = 1.0,
     largest_lr: float | None = None,
     longest: int = 1024,
     own: bool | None = True,
@@ -428,13 +428,14 @@ def rule(
                     excess = ratio if excess is None else 0.9 * excess + 0.1 * ratio
                 systematic = max(0.0, 1 - 1.1 / excess) if excess else 0.0
             before = record.lr
-            v = v * (1 + 95 * systematic) * (lr / record.lr) ** 2
-            target = tolerance * lr * (largest_lr or largest) * noise / n
+            v = v * (1 + 63 * systematic) * (lr / record.lr) ** 2
+            growth = max(1.0, math.sqrt(sum(steps for steps, _ in found[: record.round]) / 10_000))
+            target = tolerance * growth * lr * (largest_lr or largest) * noise / n
             wanted = max(1, math.floor(measured * min(2.0, math.sqrt(target / v)) + 1e-9))
             wanted = max(period, wanted) if v <= target else min(period, wanted)
             wanted = min(longest, wanted)
             if wanted != period:
-                part = f" ({systematic:.0%} of it systematic, weighed 96-fold)" if systematic else ""
+                part = f" ({systematic:.0%} of it systematic, weighed 64-fold)" if systematic else ""
                 reason = f"drift {v:.3g}{part}, target {target:.3g}: period {period} to {wanted}"
             period = wanted
         found.append((period, reason))

@@ -18,8 +18,10 @@ MOST_EXCESS = 4.0
 """A single drift counts for no more than so many times what noise explains: gradients have outliers."""
 CHANCE = 1.1
 """What chance makes of an excess of 1."""
-SYSTEMATIC = 96.0
+SYSTEMATIC = 64.0
 """How much more drift weighs that noise does not explain."""
+SHORT_RUN = 10_000
+"""Steps up to which the tolerance stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
     with s^2 the variance of a worker's gradient. The third, the noise of N workers' batches, does not fall if they
     average more often. So a round may last until the second is as large as the third, times ``tolerance``:
 
-        drift  <=  target  =  tolerance lr s^2 / (N L)
+        drift  <=  target  =  tolerance lr s^2 / (N L)  max(1, sqrt(step / 10,000))
+
+    In a long run it may last longer: Corollary 1's period grows as T^(1/4), and with it the drift as T^(1/2).
 
     The drift is measured at each average, and s^2 by two gradients in a row now and then. With momentum m the lr of the
     theorem is lr / (1 - m), and L is taken to be (1 - m) / ``largest_lr``, the largest that training stands: the
@@ -41,7 +45,7 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
     at most ``longest``, and never lowered while the drift is below its target.
 
     Where workers' data differ, their models part faster than the noise explains, and each in a direction of its own,
-    round after round. That part of the drift does more harm, and weighs 96 times as much: the mean of the workers'
+    round after round. That part of the drift does more harm, and weighs 64 times as much: the mean of the workers'
     gradients is that at the mean of their models plus mean_i H_i (x_i - mean), in which chance averages out and what
     pulls worker i and bends its loss H_i does not. What noise explains is known for SGD with one momentum for all
     parameters, without Nesterov's, and workers that count alike; elsewhere all drift weighs alike.
@@ -66,7 +70,7 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
     (1, True)
     """
 
-    tolerance: float = 1.5
+    tolerance: float = 1.0
     largest_lr: float | None = None
     longest: int = 1024
 
@@ -92,6 +96,8 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
         found["before"] = found.setdefault("period", 1.0)
         found["since"] = record.round + 2.0  # the round after the record's is over: its average has brought the numbers
         found["largest_lr"] = max(found.get("largest_lr", 0.0), lr)
+        steps = _planned(learned, record.round)  # workers of other processes may have taken fewer
+        found["steps"] = found.get("steps", 0.0) + steps
         if record.noise is not None:
             found["noise"] = OLD * found.get("noise", record.noise) + (1 - OLD) * record.noise
             found.pop("momentum", None)
@@ -101,13 +107,14 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
         if "noise" not in found or record.drift is None or n < 2 or not (lr > 0 and record.lr > 0):
             return found
         # Of the workers' common expectation, from which their mean is off by a share of 1/n.
-        drift, steps = record.drift * n / (n - 1), _planned(learned, record.round)
+        drift = record.drift * n / (n - 1)
         excess = self._excess(found, record.lr, drift, steps)
         found["systematic"] = max(0.0, 1 - CHANCE / excess) if excess else 0.0
         found["lr"], change = record.lr, lr / record.lr  # at the lr to come:
         drift *= (1 + (SYSTEMATIC - 1) * found["systematic"]) * change * change
         # The record's noise is s^2 / (1 - m)^2, so that lr / (1 - m) s^2 / L is lr * largest_lr * noise.
-        target = self.tolerance * lr * (self.largest_lr or found["largest_lr"]) * found["noise"] / n
+        tolerance = self.tolerance * max(1.0, math.sqrt(found["steps"] / SHORT_RUN))
+        target = tolerance * lr * (self.largest_lr or found["largest_lr"]) * found["noise"] / n
         if math.isfinite(drift) and math.isfinite(target):
             # As it was planned: a process whose workers have run out of data sees no period in its record.
             wanted = self._next(int(found["period"]), steps, drift, target)
