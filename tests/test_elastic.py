@@ -359,6 +359,29 @@ def taking(*callers: Caller, min_workers: int = 1) -> tuple[tuple[int, ...], lis
     return None if found is None else (found.members, [found.callers[rank].worker for rank in found.behind])
 
 
+def test_the_oldest_run_leads_however_many_calls_a_younger_one_has_made() -> None:
+    """A worker that was started while all others evaluated had begun alone, and its untrained model won."""
+    old, alone = at(0, calls=5, began=1.0, peers=(0,)), at(1, calls=90, newest="z", began=2.0, peers=(1,))
+    assert taking(old, alone) == ((0,), [1])
+
+
+def test_who_is_at_another_call_does_not_come_in() -> None:
+    """Its numbers would not fit into the others' group: all hang, or gloo ends the process."""
+    leader = at(0, peers=(0,))
+    assert taking(leader, at(1, calls=1, newest="", call="gather 8", offers=False)) == ((0,), [])
+    assert taking(leader, at(1, calls=0, newest="", call="", offers=False)) == ((0,), [1])
+
+
+def test_below_min_workers_only_averages_wait() -> None:
+    """At a look nobody can come in, so that all would wait for ever."""
+    assert taking(at(0, gone=2), min_workers=2) is None
+    assert taking(at(0, gone=2, offers=False), min_workers=2) == ((0,), [])
+
+
+def test_the_largest_min_workers_counts_for_all() -> None:
+    assert taking(at(0, gone=2, min_workers=3)) is None
+
+
 def test_who_takes_part() -> None:
     assert taking(at(0), at(1), at(2)) == ((0, 1, 2), [])
     assert taking(at(0), at(1)) is None

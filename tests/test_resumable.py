@@ -631,3 +631,12 @@ def test_states_of_another_run(tmp_path: Path) -> None:
     assert [one["round"] for one in found] == [8, 8]
     assert "after round 8 the run goes on from one worker's state, with 2 now" in found[0]["said"][0]
     assert torch.equal(found[0]["began"], found[1]["began"])
+
+
+def test_workers_that_come_and_go_are_told_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that came back looked for states where the others averaged, and all of them hung."""
+    net = torch.nn.Linear(2, 1)
+    local = prsgd.LocalSGD(net, torch.optim.SGD(net.parameters(), lr=0.1), schedule=prsgd.every(2))
+    monkeypatch.setattr(type(local.comm), "is_elastic", True)
+    with pytest.raises(ValueError, match="resumable is for workers that start together"):
+        prsgd.resumable(tmp_path, local, model=net)

@@ -22,16 +22,22 @@ class Absence:
 
     def tell(self, transfer: int) -> None:
         """This process waits in it. Nobody waits for the store to hear that."""
-        _beside(lambda: self._store.set(self._key(transfer, self._process), ""))
+        _beside(lambda: self._store.set(self._key(self._process), str(transfer)))
 
     def missing(self, transfer: int) -> list[int]:
         """Those that have not told so; none if the store does not answer."""
         others = [process for process in range(self._num_processes) if process != self._process]
-        asked = _beside(lambda: [p for p in others if not self._store.check([self._key(transfer, p)])])
+        asked = _beside(lambda: [p for p in others if self._newest(p) < transfer])
         return asked(ANSWER_SECONDS) or []
 
-    def _key(self, transfer: int, process: int) -> str:
-        return f"waits/{transfer}/{process}"
+    def _newest(self, process: int) -> int:
+        """The last transfer in which it told that it waits; -1: none."""
+        key = self._key(process)
+        return int(self._store.get(key)) if self._store.check([key]) else -1
+
+    def _key(self, process: int) -> str:
+        """One a process, however long the run: the store forgets nothing."""
+        return f"waits/{process}"
 
 
 def _beside(call: Callable[[], T]) -> Callable[[float], T | None]:

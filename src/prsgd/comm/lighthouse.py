@@ -37,6 +37,8 @@ class Lighthouse:
             self._client = client(address, timedelta(seconds=CONNECT_SECONDS))
         except (RuntimeError, TimeoutError):
             raise PeerError(f"no lighthouse answers at {address} ({_HOW})") from None
+        self._unanswered = 0
+        """Heartbeats in a row."""
         self._closed = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True, name="prsgd-heartbeat")
         self._beats.start()
@@ -44,18 +46,19 @@ class Lighthouse:
     def ask(self, caller: Caller) -> tuple[str, list[Caller]] | None:
         """Whoever calls now, once all are there for whom the lighthouse waits, and a name for it; None: ask again.
 
-        An OSError: there is no lighthouse.
+        An OSError: there is no lighthouse, or none that answers.
         """
         began = time.monotonic()
+        self._require_answers()
         try:
             found = self._client.quorum(
                 replica_id=self._replica, timeout=timedelta(seconds=ASK_SECONDS), data=caller.told()
             )
         except TimeoutError:
-            return None
+            return self._require_answers()
         except RuntimeError as error:
             if time.monotonic() - began > ASK_SECONDS - 1:
-                return None
+                return self._require_answers()
             message = re.search(r'message: "(.*?)"', str(error))
             raise OSError(message[1] if message else str(error)) from None
         name = f"{found.quorum_id}.{found.created.seconds}.{found.created.nanos}"
@@ -65,6 +68,10 @@ class Lighthouse:
             raise MismatchError(
                 f"others than workers of this library meet at the lighthouse {self.address}: each run needs its own"
             ) from None
+
+    def _require_answers(self) -> None:
+        if self._unanswered > 1:
+            raise OSError("it does not answer")
 
     def close(self) -> None:
         """No more heartbeats: the others need not wait."""
@@ -77,8 +84,9 @@ class Lighthouse:
             if self._is_well():
                 try:
                     self._client.heartbeat(self._replica, timedelta(seconds=1))
+                    self._unanswered = 0
                 except (RuntimeError, TimeoutError):
-                    continue  # whoever asks finds out
+                    self._unanswered += 1  # whoever asks finds out
 
 
 _HOW = "start one: torchft_lighthouse --bind 127.0.0.1:29510 --min_replicas 1 --heartbeat_timeout_ms 500"

@@ -166,10 +166,10 @@ class Membership:
                 time.sleep(AGAIN_SECONDS)
                 gone = max(gone, 0 if self._connection is None else self._connection.lost_links())
             own = self._self
-            patience = self.limit_seconds if own.newest else START_SECONDS
+            patience = self._patience(began) if own.newest else START_SECONDS
             caller = replace(
                 ours, calls=own.calls, newest=own.newest, peers=own.peers, group=own.group, size=own.size, gone=gone,
-                is_tired=time.monotonic() - began > patience,
+                began=own.began, is_tired=time.monotonic() - began > patience,
             )  # fmt: skip
             first_try = False
             try:
@@ -191,6 +191,10 @@ class Membership:
             found = self._plan_of(name, callers)
             if found is not None and found.rank(own.replica) is not None:
                 return found
+            if found is not None and found.leaders[0].offers and ours.call not in ("", found.call):
+                raise PeerError(
+                    f"the others have gone on without this worker, which was at {ours.call!r}: start it again"
+                )
         raise UsageError("the communicator was closed")
 
     def _told_of(self, callers: Sequence[Caller]) -> str:
@@ -260,11 +264,21 @@ class Membership:
             self._averaged_at = now
         self._met_at, self._plan = now, found
         peers = tuple(caller.worker for caller in found.callers)
-        self._self = replace(self._self, calls=found.calls + 1, newest=found.name, peers=peers, gone=0)
+        run_began = found.leaders[0].began or self._self.began or _moment(found.name)
+        self._self = replace(self._self, calls=found.calls + 1, newest=found.name, peers=peers, gone=0, began=run_began)
 
     def _is_well(self) -> bool:
         """Is the lighthouse to wait for this worker? Not if it should have called long ago."""
-        return self._calling or self._met_at is None or time.monotonic() - self._met_at < self.limit_seconds
+        if self._met_at is None:  # it may load its data for long, and nobody is to wait for that
+            return self._calling
+        return self._calling or time.monotonic() - self._met_at < self.limit_seconds
+
+    def _patience(self, began: float) -> float:
+        """How long one that called at ``began`` waits for the others: its own round tells of theirs, and schedules make
+        rounds longer."""
+        if self._given_seconds is not None or self._averaged_at is None:
+            return self.limit_seconds
+        return max(self.limit_seconds, min(UNKNOWN_SECONDS, TIMES * (began - self._averaged_at)))
 
     def _tell(self, group: Group, behind: list[int], state: Mapping[str, Any]) -> None:
         words, numbers = parcel.packed(state)
@@ -281,6 +295,16 @@ class Membership:
         num_words, num_bytes = heard(torch.empty(2, dtype=torch.int64)).tolist()
         words, numbers = (heard(torch.empty(size, dtype=torch.uint8)) for size in (num_words, num_bytes))
         return parcel.unpacked(words, numbers)
+
+
+def _moment(name: str) -> float:
+    """When the lighthouse brought a call together, by the call's name.
+
+    >>> _moment("7.1763.500000000+")
+    1763.5
+    """
+    _, seconds, nanos = name.rstrip("+").split(".")
+    return int(seconds) + int(nanos) / 1e9
 
 
 def _client(store: str) -> TCPStore:

@@ -38,6 +38,10 @@ class Caller:
     """The name of the newest of them, which those have in common that made it together; empty: it is new."""
     launched: int = 0
     """Averages that the state that it loaded had seen."""
+    began: float = 0.0
+    """When its run began, by the lighthouse's clock; 0: it is in none."""
+    min_workers: int = 1
+    """With fewer it waits."""
     offers: bool = False
     """Does it call for an average, at which others may come in?"""
     group: str = ""
@@ -105,16 +109,19 @@ def plan(name: str, callers: Sequence[Caller], *, min_workers: int, num_workers:
     >>> plan("y", [replace(two[0], gone=1), two[1], Caller("8", 8, "", "")], min_workers=1, num_workers=9).members
     (0, 1)
     """
+    min_workers = max([min_workers, *(caller.min_workers for caller in callers)])  # all must find the same
     callers = _one_each(callers)
     known = [caller for caller in callers if caller.newest]
     leaders = _leaders(known) if known else _founders(callers)
-    late = [c for c in callers if c not in leaders] if known and all(c.offers for c in leaders) else []
+    may_come = not known or all(c.offers for c in leaders)
+    # Only who wants to join, or does what the leaders do: another call would not fit into their group.
+    late = [c for c in callers if known and may_come and c not in leaders and c.call in ("", leaders[0].call)]
     taking = sorted([*leaders, *late], key=lambda c: c.replica)
     expected = {peer for c in leaders for peer in c.peers} if known else set(range(num_workers))
     missing = expected - {c.worker for c in callers}
     if missing and not any(c.is_tired or c.gone >= len(missing) for c in leaders):
         return None
-    if len(taking) < min_workers:
+    if len(taking) < min_workers and may_come:  # elsewhere nobody could come, and the next average waits
         return None
     if len({c.call for c in leaders}) > 1:
         calls = ", ".join(f"worker {c.worker}: {c.call or 'join'}" for c in leaders)
@@ -134,7 +141,10 @@ def _one_each(callers: Sequence[Caller]) -> list[Caller]:
 
 
 def _leaders(known: Sequence[Caller]) -> list[Caller]:
-    """Those with the most calls; if they did not make the newest together, the most of them that did."""
+    """Of the oldest run, beside which one that found nobody may have begun another: those with the most calls; if they
+    did not make the newest together, the most of them that did."""
+    oldest = min(caller.began for caller in known)
+    known = [caller for caller in known if caller.began == oldest]
     most = max(caller.calls for caller in known)
     first = [caller for caller in known if caller.calls == most]
     newest = Counter(caller.newest for caller in first)

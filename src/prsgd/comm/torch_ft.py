@@ -90,7 +90,7 @@ class TorchFT(Communicator):
         self.timeout_seconds = 600.0
         self._members: Sequence[int] = self.workers
         self._membership = Membership(
-            Caller(f"{worker:06d}:{uuid.uuid4().hex}", worker),
+            Caller(f"{worker:06d}:{uuid.uuid4().hex}", worker, min_workers=min_workers),
             f"http://{host}:{port}",
             address or _own_address(host, port),
             num_workers=self.num_workers,
@@ -135,7 +135,7 @@ class TorchFT(Communicator):
     def all_reduce(self, flat: Tensor) -> Work[Tensor]:
         sent, _ = bytes_of_sum("all-reduce", len(self._members), flat.nbytes)
         if self._held is not None:
-            held, self._held = self._held, None
+            held, self._held, self._state = self._held, None, None  # what was to be told was for this average
             return Done(flat.copy_(held), bytes_sent=sent)
         total = self._scratch_like(flat)
 

@@ -225,7 +225,7 @@ class Meeting:
 
     def _thrower(self) -> str:
         """Did one worker throw all others off? Its model, finite but huge, was part of the mean that all took."""
-        found = [0.0] * len(self._comm.members)
+        found = [0.0] * self._comm.num_workers  # by id, also where some are gone
         for id, total in zip(self._averages.roll.ids, self._averages.totals_before):
             found[id] = min(abs(total), sys.float_info.max / len(found)) if total == total else math.inf
         sizes = [abs(total) for total in self._summed(found).tolist()]

@@ -64,6 +64,11 @@ class resumable:  # noqa: N801 - a word in the user's sentence
     def __init__(self, folder: str | Path, local: LocalSGD, *, every: int = 50, **parts: Any) -> None:
         self._folder, self._local, self._parts = Path(folder), local, parts
         self._every = whole_number("every", every, at_least=1)
+        if local.comm.is_elastic:
+            raise ValueError(
+                "resumable is for workers that start together; where they come and go a worker is told the state by the "
+                "others: save local.state_dict() yourself for the case that all of them end"
+            )
         _check_parts(local, parts)
         self.step = 0
         """Steps that this worker had taken when it was started again; samples of all that ``log`` was told of."""
