@@ -22,6 +22,8 @@ KNOWN = "torchft-nightly>=2026.10.26"
 """What works."""
 BEAT_SECONDS = 0.1
 """Between two heartbeats."""
+SILENT_BEATS = 3
+"""Heartbeats in a row, of a second each, that a lighthouse may leave unanswered before it is taken to be gone."""
 ASK_SECONDS = 5.0
 """After which a worker asks again, whoever it waits for."""
 CONNECT_SECONDS = 10.0
@@ -55,10 +57,12 @@ class Lighthouse:
                 replica_id=self._replica, timeout=timedelta(seconds=ASK_SECONDS), data=caller.told()
             )
         except TimeoutError:
-            return self._require_answers()
+            self._require_answers()
+            return None
         except RuntimeError as error:
             if time.monotonic() - began > ASK_SECONDS - 1:
-                return self._require_answers()
+                self._require_answers()
+                return None
             message = re.search(r'message: "(.*?)"', str(error))
             raise OSError(message[1] if message else str(error)) from None
         name = f"{found.quorum_id}.{found.created.seconds}.{found.created.nanos}"
@@ -70,7 +74,7 @@ class Lighthouse:
             ) from None
 
     def _require_answers(self) -> None:
-        if self._unanswered > 1:
+        if self._unanswered >= SILENT_BEATS:
             raise OSError("it does not answer")
 
     def close(self) -> None:

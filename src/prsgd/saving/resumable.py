@@ -66,8 +66,8 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         self._every = whole_number("every", every, at_least=1)
         if local.comm.is_elastic:
             raise ValueError(
-                "resumable is for workers that start together; where they come and go a worker is told the state by the "
-                "others: save local.state_dict() yourself for the case that all of them end"
+                "resumable is for workers that start together; where they come and go a worker is told the state by "
+                "the others: save local.state_dict() yourself for the case that all of them end"
             )
         _check_parts(local, parts)
         self.step = 0
