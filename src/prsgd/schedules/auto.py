@@ -20,7 +20,7 @@ CHANCE = 1.1
 """What chance makes of an excess of 1."""
 SYSTEMATIC = 64.0
 """How much more drift weighs that noise does not explain."""
-SHORT_RUN = 10_000
+SHORT_RUN = 5_000
 """Steps up to which the tolerance stays as it is."""
 
 
@@ -28,14 +28,12 @@ SHORT_RUN = 10_000
 class auto(Learns):  # noqa: N801 - a word in the user's sentence
     """A period that needs no tuning: it starts at 1, and follows the lr, the noise of the gradients and the data.
 
-    Theorem 1 bounds the mean squared gradient by three terms, of which the length of a round stands in one:
+    Workers that have drifted apart take their gradients at other points than their mean. That puts the mean of their
+    gradients off by at most L^2 drift in squared norm (Theorem 1's second term; drift <= 4 lr^2 I^2 G^2 by Lemma 1),
+    while the noise of their batches, of variance s^2 each, puts it off by s^2 / N however often they average. So a
+    round may last until the first is 0.6 times the second (``tolerance``):
 
-        2 (f(x^0) - f*) / (lr T)  +  L^2 drift  +  lr L s^2 / N         (drift <= 4 lr^2 I^2 G^2, Lemma 1)
-
-    with s^2 the variance of a worker's gradient. The third, the noise of N workers' batches, does not fall if they
-    average more often. So a round may last until the second is as large as the third, times ``tolerance``:
-
-        drift  <=  target  =  tolerance lr s^2 / (N L)  max(1, sqrt(step / 10,000))
+        drift  <=  target  =  tolerance s^2 / (N L^2)  max(1, sqrt(step / 5,000))
 
     In a long run it may last longer: Corollary 1's period grows as T^(1/4), and with it the drift as T^(1/2).
 
@@ -70,7 +68,7 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
     (1, True)
     """
 
-    tolerance: float = 1.0
+    tolerance: float = 0.6
     largest_lr: float | None = None
     longest: int = 1024
 
@@ -112,9 +110,10 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
         found["systematic"] = max(0.0, 1 - CHANCE / excess) if excess else 0.0
         found["lr"], change = record.lr, lr / record.lr  # at the lr to come:
         drift *= (1 + (SYSTEMATIC - 1) * found["systematic"]) * change * change
-        # The record's noise is s^2 / (1 - m)^2, so that lr / (1 - m) s^2 / L is lr * largest_lr * noise.
+        # The record's noise is s^2 / (1 - m)^2, so that s^2 / L^2 is largest_lr^2 * noise.
         tolerance = self.tolerance * max(1.0, math.sqrt(found["steps"] / SHORT_RUN))
-        target = tolerance * lr * (self.largest_lr or found["largest_lr"]) * found["noise"] / n
+        largest_lr = self.largest_lr or found["largest_lr"]
+        target = tolerance * largest_lr * largest_lr * found["noise"] / n
         if math.isfinite(drift) and math.isfinite(target):
             # As it was planned: a process whose workers have run out of data sees no period in its record.
             wanted = self._next(int(found["period"]), steps, drift, target)
