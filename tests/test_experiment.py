@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,16 +87,91 @@ def test_a_run_is_the_loop_a_user_would_write(tmp_path: Path) -> None:
     assert summary.first_train_loss == pytest.approx(2.3, abs=0.05)  # ln 10, about
 
 
+def test_adamw_with_its_usual_recipe_is_the_loop_a_user_would_write(tmp_path: Path) -> None:
+    config = Config(task="digits", optimizer="adamw", workers=1, period=5, epochs=2).resolve()
+    assert (config.lr, config.recipe, config.warmup, config.clip) == (1e-3, "cosine", 0.05, 1.0)
+    summary = go(config, tmp_path)
+    data = digits.load()
+    torch.manual_seed(0)
+    model = digits.mlp()
+    weights, vectors = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    shards = Shards(data.train_x, data.train_y, num_workers=1, batch_size=8)
+    steps, tick = 2 * shards.steps_per_epoch, 0
+    rising = -(-steps // 20)
+    for epoch in range(2):
+        for x, y in shards.epoch(epoch):
+            gone = (tick - rising) / (steps - rising)
+            falling = 0.1 + 0.45 * (1 + math.cos(math.pi * gone))
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * ((tick + 1) / rising if tick < rising else falling)
+            optimizer.zero_grad()
+            cross_entropy(model(x[0]), y[0]).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            tick += 1
+    written = load_file(tmp_path / "model.safetensors")
+    for name, found in model.state_dict().items():
+        torch.testing.assert_close(written[name], found, rtol=0, atol=1e-6)
+    assert summary.steps == steps
+
+
+def test_a_batch_in_parts_is_the_batch(tmp_path: Path) -> None:
+    whole = go(QUICK, tmp_path / "whole")
+    parts = go(dataclasses.replace(QUICK, accumulate=4), tmp_path / "parts")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    for name, found in ours.items():
+        torch.testing.assert_close(theirs[name], found, rtol=0, atol=1e-4)
+    assert (parts.rounds, parts.samples) == (whole.rounds, whole.samples)
+    assert parts.train_loss == pytest.approx(whole.train_loss, rel=1e-3)
+    losses = [[line["loss"] for line in lines(tmp_path / name) if "loss" in line] for name in ("whole", "parts")]
+    assert losses[1][:5] == pytest.approx(losses[0][:5], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer": "adam"}, "optimizer must be one of 'sgd', 'adamw', got 'adam'"),
+        ({"recipe": "linear"}, "recipe must be one of 'drops', 'cosine', got 'linear'"),
+        (
+            {"warmup": 1.0},
+            r"warmup must be a whole number of steps >= 0, or a fraction of the run in \[0, 1\), got 1.0",
+        ),
+        ({"warmup": -1}, "warmup must be a whole number of steps >= 0"),
+        ({"warmup": True}, "warmup must be a whole number of steps >= 0"),
+        ({"clip": -0.5}, r"clip must be in \[0, 1e\+30\), got -0.5"),
+        ({"clip": float("nan")}, r"clip must be in \[0, 1e\+30\), got nan"),
+        ({"accumulate": 3}, "accumulate must divide the batch size 8, of which it makes parts, got 3"),
+        ({"accumulate": 0}, "accumulate must be a whole number >= 1, got 0"),
+        ({"method": "pr-sgd-growing", "warmup": 3}, "method pr-sgd-growing has no warmup, got 3"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Config(task="digits", **changes).resolve()
+
+
+def test_a_resolved_config_stays_as_it_is() -> None:
+    """A run under torchrun, and one that is continued, is resolved again."""
+    for given in ({}, {"optimizer": "adamw"}, {"optimizer": "adamw", "clip": 0}, {"method": "pr-sgd-growing"}):
+        config = Config.from_dict(given).resolve()
+        assert config.resolve() == config
+        assert Config.from_dict(json.loads(config.to_json())) == config
+
+
 CASES = [
     {},
     {"overlap": 1, "method": "pr-sgd-momentum"},
     {"overlap": 3, "split": "dirichlet:0.3"},
-    {"method": "pr-sgd-growing", "period": None, "split": "pool"},
+    {"method": "pr-sgd-growing", "period": None, "recipe": None, "warmup": None, "split": "pool"},
     {"method": "post-local", "switch": 50, "overlap": 1},
     {"method": "qsr"},
     {"method": "pr-sgd-auto", "period": None, "overlap": 1},
     {"method": "one-shot", "period": None, "model": "cnn"},
     {"task": "synthetic", "model": "wells", "momentum": 0.5},
+    {"optimizer": "adamw", "lr": 0.003, "recipe": "cosine", "warmup": 7, "clip": 0.5, "accumulate": 4, "overlap": 2},
+    {"optimizer": "adamw", "lr": 0.003, "method": "pr-sgd-momentum", "recipe": "cosine", "overlap": 1},
 ]
 
 

@@ -60,7 +60,8 @@ def make_run(
     given = {
         "task": "digits", "model": "mlp", "method": "pr-sgd", "workers": 4, "period": 1, "overlap": 0,
         "epochs": len(losses) - 1, "steps": None, "batch_size": 8, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0,
-        "split": "iid", "seed": 0, "processes": 1, **config,
+        "split": "iid", "seed": 0, "processes": 1, "optimizer": "sgd", "recipe": "drops", "warmup": 0.0, "clip": 0.0,
+        "accumulate": 1, **config,
     }  # fmt: skip
     num_steps = (len(losses) - 1) * STEPS_PER_EPOCH
     planned = given["epochs"] * STEPS_PER_EPOCH

@@ -66,13 +66,14 @@ def measure(config: Any, steps: int) -> Cluster:
     from prsgd import tasks
     from prsgd.cluster.calibration import calibrate
     from prsgd.lab import feed
+    from prsgd.lab.optimizer import optimizer_of
 
     torch.set_num_threads(1)
     task = tasks.find(config.task)
     comm = prsgd.init()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     model = task.models[config.model]().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum)
+    optimizer = optimizer_of(config, model.parameters(), config.lr)
     batches = feed.stream(config)
 
     def step() -> None:

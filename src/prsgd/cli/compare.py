@@ -172,11 +172,12 @@ def variants(given: dict[str, Any]) -> list[Config]:
             raise ValueError(f"{key} must have at least one value, got none")
     if periods is not None and not any(methods.find(name).period for name in names):
         raise ValueError(f"method {' and '.join(names)} has no period, got {shown(periods[0])}")
-    if "switch" in rest and not any(methods.find(name).switches for name in names):
-        raise ValueError(f"method {' and '.join(names)} has no switch, got {shown(rest['switch'])}")
+    for key, value in rest.items():
+        if not any(methods.find(name).takes(key) for name in names):
+            raise ValueError(f"method {' and '.join(names)} has no {key}, got {shown(value)}")
     found: dict[Config, None] = {}
     for name, overlap, seed in product(names, overlaps, seeds):
-        own = {key: value for key, value in rest.items() if key != "switch" or methods.find(name).switches}
+        own = {key: value for key, value in rest.items() if methods.find(name).takes(key)}
         usual = PERIODS if len(names) == 1 else [None]
         for period in (periods or usual) if methods.find(name).period else [None]:
             config = Config.from_dict({**own, "method": name, "overlap": overlap, "period": period, "seed": seed})

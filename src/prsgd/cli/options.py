@@ -85,9 +85,20 @@ OPTIONS = (
     Option("epochs", HOW, "passes over the data, all workers together (digits 40, synthetic 20, others 10)", "E", int),
     Option("steps", HOW, "instead of epochs: steps of each worker", "T", int),
     Option("batch_size", HOW, "of each worker (digits and synthetic 8, others 32)", "B", int),
-    Option("lr", HOW, "divided by 10 at 1/2 and 11/12 of the run (0.1)", kind=float),
-    Option("momentum", HOW, "(0.9)", "M", float),
-    Option("weight_decay", HOW, "(0)", "W", float),
+    Option("accumulate", HOW, "parts in which a batch goes through the model, one after another (1)", "A", int),
+    Option("optimizer", HOW, "sgd or adamw (sgd)", "NAME"),
+    Option("lr", HOW, "at its highest (0.1; adamw 0.001)", kind=float),
+    Option(
+        "recipe",
+        HOW,
+        "how the lr falls: drops, divided by 10 at 1/2 and 11/12 of the run, or cosine, to a tenth of it (drops; adamw "
+        "cosine)",
+        "NAME",
+    ),
+    Option("warmup", HOW, "steps in which the lr rises, or a fraction of the run (0; adamw 0.05)", "T", number),
+    Option("momentum", HOW, "of sgd; adamw's first beta (0.9)", "M", float),
+    Option("weight_decay", HOW, "(0; adamw 0.1)", "W", float),
+    Option("clip", HOW, "the largest norm of a worker's gradient, 0: any (0; adamw 1)", "C", float),
     Option(
         "cluster",
         MIXED,

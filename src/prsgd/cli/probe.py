@@ -69,6 +69,7 @@ def _walk(config: Config, looks: int) -> Probed:
 
     from prsgd import tasks
     from prsgd.lab import feed
+    from prsgd.lab.optimizer import optimizer_of
     from prsgd.theory.probe import merged, probe
 
     torch.set_num_threads(1)
@@ -76,7 +77,7 @@ def _walk(config: Config, looks: int) -> Probed:
     data = tasks.load(config.task)
     torch.manual_seed(config.seed)
     model = task.models[config.model or ""]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr or 0.1, momentum=config.momentum or 0.0)
+    optimizer = optimizer_of(config, model.parameters(), config.lr or 0.1)
     batches = feed.stream(config)
     last = config.steps or 0
     print(f"{'step':>6} {'loss':>9} {'L':>10} {'sigma^2':>10} {'G^2':>10}", file=sys.stderr)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from prsgd import cluster as clusters
@@ -13,13 +14,13 @@ from prsgd import tasks
 from prsgd._check import from_zero_to, nearest, one_of, positive, shown, whole_number, whole_number_or_auto
 from prsgd.averaging.base import Setting
 from prsgd.data import splits
-from prsgd.lab import methods
-from prsgd.lab.recipe import LR_DROPS
+from prsgd.lab import methods, recipe
 
 LARGEST = 1e30
 """Of what is multiplied with float32 numbers."""
 MOST = 10**12
 """Of what is counted, steps above all: more would not end within anybody's life."""
+_FLOATS = ("lr", "momentum", "weight_decay", "clip")
 MOST_WORKERS = 10_000
 """In one simulation; some averagings keep a number for each pair of them."""
 
@@ -48,7 +49,8 @@ class Config:
     """Of each worker."""
     lr: float | None = None
     momentum: float | None = None
-    weight_decay: float = 0.0
+    """Of SGD; of AdamW its first beta."""
+    weight_decay: float | None = None
     split: str = "iid"
     seed: int = 0
     processes: int = 1
@@ -59,21 +61,34 @@ class Config:
     weights: str = "uniform"
     switch: int | float | None = None
     """Of a method with two phases: steps of each worker before it, or a fraction of the run; the method's own."""
+    optimizer: str | None = None
+    """What this is decides on what else is usual: lr, recipe, warmup, weight_decay and clip."""
+    recipe: str | None = None
+    """How the lr goes; None for a method that sets it itself."""
+    warmup: int | float | None = None
+    """Steps of each worker in which the lr rises, or a fraction of the run."""
+    clip: float | None = None
+    """The largest norm of a worker's gradient; 0: any."""
+    accumulate: int = 1
+    """Parts in which a batch goes through the model, one after another."""
 
     def resolve(self) -> Config:
         """With every choice made and checked; a ValueError names what cannot be."""
         task, method = tasks.find(self.task), methods.find(self.method)
         model = self.model if self.model is not None else next(iter(task.models))
         one_of("model", model, task.models)
-        usual: dict[str, Any] = {"batch_size": 32, "lr": 0.1, "momentum": 0.9, "epochs": 10, **task.defaults}
+        optimizer = _or(self.optimizer, task.defaults.get("optimizer", "sgd"))
+        ours = recipe.OPTIMIZERS[one_of("optimizer", optimizer, recipe.OPTIMIZERS)]
+        usual: dict[str, Any] = {"batch_size": 32, "momentum": 0.9, "epochs": 10, **asdict(ours), **task.defaults}
         if self.steps is not None and self.epochs is not None:
             raise ValueError("epochs and steps are two ways to say how long: give one of them")
         if self.period is not None and method.period is None:
             raise ValueError(f"method {self.method} has no period, got {shown(self.period)}")
         if self.seconds is not None and not method.by_clock:
             raise ValueError(f"method {self.method} has no rounds by the clock, got seconds {shown(self.seconds)}")
-        if self.switch is not None and not method.switches:
-            raise ValueError(f"method {self.method} has no switch, got {shown(self.switch)}")
+        for name in methods.SPECIAL:
+            if getattr(self, name) is not None and not method.takes(name):
+                raise ValueError(f"method {self.method} has no {name}, got {shown(getattr(self, name))}")
         found = dataclasses.replace(
             self,
             cluster=None if self.cluster is None else clusters.placed(self.cluster),
@@ -82,11 +97,13 @@ class Config:
             overlap=_or(self.overlap, method.overlap),
             epochs=None if self.steps is not None else _or(self.epochs, usual["epochs"]),
             batch_size=_or(self.batch_size, usual["batch_size"]),
-            lr=_or(self.lr, usual["lr"]),
-            momentum=_or(self.momentum, usual["momentum"]),
+            optimizer=optimizer,
+            **{
+                name: _or(getattr(self, name), usual[name]) for name in _FLOATS + ("recipe", "warmup") * method.keeps_lr
+            },
         )
         found._check()
-        floats: dict[str, Any] = {name: float(getattr(found, name)) for name in ("lr", "momentum", "weight_decay")}
+        floats: dict[str, Any] = {name: float(getattr(found, name)) for name in _FLOATS}
         found = dataclasses.replace(found, **floats)  # a whole number in a file stands for one
         return dataclasses.replace(found, seconds=found._seconds()) if method.by_clock else found
 
@@ -128,6 +145,14 @@ class Config:
             raise ValueError(f"lr must be at most {LARGEST:g}, got {self.lr!r}")
         from_zero_to("momentum", self.momentum, 1.0)
         from_zero_to("weight_decay", self.weight_decay, LARGEST)
+        from_zero_to("clip", self.clip, LARGEST)
+        assert self.batch_size is not None
+        if self.batch_size % whole_number("accumulate", self.accumulate, at_least=1):
+            raise ValueError(
+                f"accumulate must divide the batch size {self.batch_size}, of which it makes parts, "
+                f"got {self.accumulate}"
+            )
+        self._check_recipe()
         splits.parse(self.split)
         if one_of("weights", self.weights, ("uniform", "steps")) != "uniform" and not methods.find(self.method).weighs:
             raise ValueError(f"method {self.method} takes no weights, got {self.weights}")
@@ -151,6 +176,16 @@ class Config:
             setting.require(parts.averaging)
         except ValueError as error:
             raise ValueError(f"method {self.method}: {error}") from None
+
+    def _check_recipe(self) -> None:
+        if self.recipe is not None:
+            one_of("recipe", self.recipe, recipe.RECIPES)
+        warmup = self.warmup
+        is_count = isinstance(warmup, int) and not isinstance(warmup, bool) and 0 <= warmup <= MOST
+        if warmup is not None and not is_count and not (isinstance(warmup, float) and 0 <= warmup < 1):
+            raise ValueError(
+                f"warmup must be a whole number of steps >= 0, or a fraction of the run in [0, 1), got {shown(warmup)}"
+            )
 
     def _check_switch(self) -> None:
         """Whether it is within the run is seen when the parts are made for a run of known length."""
@@ -200,7 +235,7 @@ class Config:
         return f"{self.label.replace(' ', '-')}-seed-{self.seed}"
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        return json.dumps(asdict(self), indent=2)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
@@ -219,14 +254,15 @@ class Config:
 
 
 def lr_at(config: Config, step: int, num_steps: int) -> float:
-    """The recipe: lr, divided by 10 at 1/2 and again at 11/12 of the run.
+    """By the config's recipe; step ``step`` + 1 of ``num_steps``.
 
-    >>> [lr_at(Config(lr=0.1), step, 24) for step in (0, 11, 12, 21, 22)]
-    [0.1, 0.1, 0.01, 0.01, 0.001]
+    >>> lr_at(Config(lr=0.1, warmup=0.25), 1, 12)
+    0.06666666666666667
     """
     assert config.lr is not None
-    drops = sum(step >= fraction * num_steps for fraction in LR_DROPS)
-    return config.lr / (1, 10, 100)[drops]
+    warmup = config.warmup or 0
+    warmup = math.ceil(warmup * num_steps) if isinstance(warmup, float) else min(warmup, num_steps)
+    return recipe.lr_at(config.lr, step, num_steps, recipe=config.recipe or "drops", warmup=warmup)
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -85,6 +85,13 @@ class Method:
     switches: bool = False
     """Has it two phases, with a switch that can be given?"""
 
+    def takes(self, option: str) -> bool:
+        """Is this option of a run, by its name in a config, of any use to the method?"""
+        return {"switch": self.switches, "recipe": self.keeps_lr, "warmup": self.keeps_lr}.get(option, True)
+
+
+SPECIAL = ("switch", "recipe", "warmup")
+"""Options of a run that some methods have no use for."""
 
 METHODS = {
     "minibatch-sgd": Method(

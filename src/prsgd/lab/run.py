@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
 from prsgd import files, tasks
 from prsgd.clocks.trace import to_chrome
@@ -34,6 +34,7 @@ from prsgd.lab.evaluate import Look, look_at
 from prsgd.lab.feed import Feed, deal, num_steps
 from prsgd.lab.folder import locked
 from prsgd.lab.journal import Journal
+from prsgd.lab.optimizer import optimizer_of
 from prsgd.lab.progress import Observer, Progress, Stopped, Tally
 from prsgd.records import Evaluation, Record, Summary
 from prsgd.replicas.fleet import Fleet
@@ -96,14 +97,7 @@ class _Run:
         self._sleeper = None
         if cluster is not None and config.processes > 1:
             self._sleeper = Sleeper(cluster, self._fleet.workers.start, config.seed)
-        assert config.momentum is not None
-        self._optimizer = torch.optim.SGD(
-            self._fleet.parameters(),
-            lr=lr_at(config, 0, self._num_steps),
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            foreach=True,
-        )
+        self._optimizer = optimizer_of(config, self._fleet.parameters(), lr_at(config, 0, self._num_steps))
         parts = config.parts(self._num_steps)
         self._local = LocalSGD(
             self._fleet,
@@ -147,10 +141,10 @@ class _Run:
             if recipe:
                 for group in self._optimizer.param_groups:
                     group["lr"] = lr_at(self._config, int(self._taken()), self._num_steps)
-            x, y = self._feed.batch(self._local.steps)
             self._optimizer.zero_grad()
-            losses = self._fleet.backward(self._task.loss_fn, x, y)
-            self._local.log(loss=losses, samples=self._shards.batch_size)
+            self._local.log(loss=self._backward(), samples=self._shards.batch_size)
+            if self._config.clip:
+                self._fleet.clip_grad_norm_(self._config.clip)
             if self._sleeper is not None:
                 self._sleeper.wait(began)
             self._optimizer.step()
@@ -172,6 +166,18 @@ class _Run:
             if now - self._shown > 0.1:
                 self._show()
             began = time.perf_counter()
+
+    def _backward(self) -> Tensor:
+        """The gradients of the next batches, part by part; returns the losses (n,)."""
+        x, y = self._feed.batch(self._local.steps)
+        parts = self._config.accumulate
+        if parts == 1:
+            return self._fleet.backward(self._task.loss_fn, x, y)
+        pairs = zip(x.chunk(parts, dim=1), y.chunk(parts, dim=1))
+        return torch.stack([self._fleet.backward(self._loss_of_part, *pair) for pair in pairs]).sum(dim=0)
+
+    def _loss_of_part(self, out: Any, y: Any) -> Tensor:
+        return self._task.loss_fn(out, y) / self._config.accumulate
 
     def _taken(self) -> float:
         """Steps of each worker; where workers differ, their mean.

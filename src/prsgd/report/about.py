@@ -7,17 +7,24 @@ from itertools import product
 from typing import Any
 
 from prsgd.lab.methods import METHODS
+from prsgd.lab.recipe import ADAM_BETA2
 from prsgd.report.read import Run
 from prsgd.report.series import Group, differing
 
 _OPTIONS = (
     "task", "model", "method", "workers", "period", "overlap", "switch", "epochs", "steps", "batch_size", "lr",
-    "momentum", "weight_decay", "split", "processes", "cluster", "seconds", "weights",
+    "momentum", "weight_decay", "optimizer", "recipe", "warmup", "clip", "accumulate", "split", "processes", "cluster",
+    "seconds", "weights",
 )  # fmt: skip
 _VARIED = ("method", "period", "overlap")
 _USUAL = {
     "method": "pr-sgd",
     "weight_decay": "0.0",
+    "optimizer": "sgd",
+    "recipe": "drops",
+    "warmup": "0.0",
+    "clip": "0.0",
+    "accumulate": "1",
     "split": "iid",
     "processes": "1",
     "weights": "uniform",
@@ -42,19 +49,26 @@ def what_was_run(groups: Sequence[Group]) -> list[str]:
     """A paragraph, as sentences."""
     runs = [run for group in groups for run in group.runs]
     length = f"{_values(runs, 'epochs')} epochs" if _values(runs, "epochs") else f"{_values(runs, 'steps')} steps"
-    decay = _values(runs, "weight_decay")
-    momentum = f"momentum {_values(runs, 'momentum')}" + (
-        "" if decay in ("", "0", "0.0") else f", weight decay {decay}"
-    )
     workers = _values(runs, "workers")
     return [
         f"{workers} worker{'' if workers == '1' else 's'} trained the model {_values(runs, 'model')} on "
         f"{_values(runs, 'task')} for {length}, each with batches of {_values(runs, 'batch_size')} samples of its own.",
-        f"The optimizer is SGD with {momentum}; {_recipe(groups)}.",
+        f"The optimizer is {_optimizer(runs)}; {_recipe(groups)}.",
         split_sentence(_values(runs, "split")),
         _compared(groups),
         _seeds(groups),
     ]
+
+
+def _optimizer(runs: Sequence[Run]) -> str:
+    name, momentum = _values(runs, "optimizer"), _values(runs, "momentum")
+    known = {"sgd": f"SGD with momentum {momentum}", "adamw": f"AdamW with betas {momentum} and {ADAM_BETA2}"}
+    more = [
+        f", {words} {value}"
+        for key, words in (("weight_decay", "weight decay"), ("clip", "gradients clipped to a norm of"))
+        if (value := _values(runs, key)) not in ("", "0", "0.0")
+    ]
+    return known.get(name, f"{name} with momentum {momentum}") + "".join(more)
 
 
 def _seeds(groups: Sequence[Group]) -> str:
@@ -88,14 +102,33 @@ def _numbers(seeds: Sequence[int]) -> str:
 
 
 def _recipe(groups: Sequence[Group]) -> str:
-    """Runs that are too young to tell are taken to follow it."""
     runs = [run for group in groups for run in group.runs]
-    own = [g.name for g in groups if any(run.planned_steps is not None and not run.follows_recipe for run in g.runs)]
+    own = [g.name for g in groups if any(run.recipe is None for run in g.runs)]
     lr = f"lr {_values(runs, 'lr')}"
     if len(own) == len(groups):
         return f"{lr} at the most, set by the method"
     exception = f" ({', '.join(own)}: set by the method, at most that)" if own else ""
-    return f"{lr}, divided by 10 at 1/2 and 11/12 of the run{exception}"
+    falls = " or ".join(_FALLS.get(name, name) for name in dict.fromkeys(run.recipe for run in runs) if name)
+    rises = " or ".join(filter(None, dict.fromkeys(_rising(run.config.get("warmup")) for run in runs)))
+    return f"{lr}, {falls}{rises}{exception}"
+
+
+_FALLS = {
+    "drops": "divided by 10 at 1/2 and 11/12 of the run",
+    "cosine": "falling to a tenth along half a cosine",
+}
+
+
+def _rising(warmup: int | float | None) -> str:
+    """
+    >>> _rising(100), _rising(0.05), _rising(0.0)
+    (', after a warm-up of 100 steps', ', after a warm-up of 5 % of the run', '')
+    """
+    if not warmup:
+        return ""
+    return (
+        f", after a warm-up of {f'{warmup} steps' if isinstance(warmup, int) else f'{100 * warmup:.3g} % of the run'}"
+    )
 
 
 def split_sentence(split: str) -> str:

@@ -85,15 +85,21 @@ class Run:
         known = METHODS.get(str(self.config["method"]))
         return known is not None and known.uneven
 
+    @property
+    def recipe(self) -> str | None:
+        """Of the lr; None: the method has set it."""
+        return self.config.get("recipe")
+
     @cached_property
     def follows_recipe(self) -> bool:
-        """Was the lr the given one, divided by 10 at each of ``LR_DROPS``? Some methods set their own.
+        """Was the lr the given one, divided by 10 at each of ``LR_DROPS``? Some methods set their own, and there are
+        other recipes.
 
         The steps next to a drop are not asked: an average may land with the lr of either side. Where workers differ in
         their steps, a round or two are next to it.
         """
         length, lr = self.planned_steps, self.config.get("lr")
-        if length is None or lr is None:
+        if length is None or lr is None or self.recipe != "drops" or self.config.get("warmup"):
             return False
         drops = [fraction * length for fraction in LR_DROPS]
         longest = max((b.step - a.step for a, b in itertools.pairwise(self.averages)), default=0)
@@ -142,13 +148,13 @@ def read(folders: Sequence[Path]) -> list[Run]:
 
 
 _NEEDED = ("task", "model", "method", "workers", "seed")
-_TEXTS = ("task", "model", "method", "split", "cluster", "weights")
+_TEXTS = ("task", "model", "method", "split", "cluster", "weights", "optimizer", "recipe")
 _WHOLE = {
-    **dict.fromkeys(("workers", "period", "epochs", "steps", "batch_size", "processes"), 1),
+    **dict.fromkeys(("workers", "period", "epochs", "steps", "batch_size", "processes", "accumulate"), 1),
     **dict.fromkeys(("seed", "overlap"), 0),
 }
 """The least that each can be."""
-_NUMBERS = ("lr", "momentum", "weight_decay", "seconds", "switch")
+_NUMBERS = ("lr", "momentum", "weight_decay", "seconds", "switch", "warmup", "clip")
 
 
 def _read_run(folder: Path) -> Run:

@@ -14,7 +14,7 @@ from prsgd.report.read import Run
 
 _TELLING = (
     "model", "workers", "epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "split", "processes",
-    "cluster", "weights", "switch",
+    "cluster", "weights", "switch", "optimizer", "recipe", "warmup", "clip", "accumulate",
 )  # fmt: skip
 
 
