@@ -221,7 +221,7 @@ class Hooks:
     def _rest(self, places: Sequence[int]) -> None:
         """A gradient of a model that is not finite would spoil the fragments of it that were replaced."""
         for i in places:
-            if self._roll.ailing[i] or self._rests[i]:
+            if self._roll.takes_part[i] and (self._roll.ailing[i] or self._rests[i]):
                 self._rests[i] = True
                 self._host.skip(i)
 

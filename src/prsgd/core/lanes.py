@@ -25,7 +25,7 @@ class Lanes:
         if len(lanes) > 1:
             for k, lane in enumerate(lanes):
                 lane.loop.index, lane.loop.fragments = k, len(lanes)
-                lane.loop.may_close = partial(self._may_close, lane)
+                lane.loop.may_close, lane.loop.clear = partial(self._may_close, lane), partial(self._clear, lane)
             self._place()
 
     def __iter__(self) -> Iterator[Lane]:
@@ -111,12 +111,11 @@ class Lanes:
             lane.loop.place = place
 
     def _may_close(self, lane: Lane, i: int) -> bool:
-        """Is this lane the next of the hosted worker at place ``i``? Then what travels arrives first."""
-        others = [other for other in self._lanes if other is not lane]
-        if any(other.paces[i].boards for other in others):
-            return False  # it waits for other workers of this process
-        if min(self._lanes, key=lambda each: each.loop.launches) is not lane:
-            return False
-        for other in others:
-            other.loop.clear()
-        return True
+        """Is this lane the next whose round the hosted worker at place ``i`` closes?"""
+        return min(self._lanes, key=lambda each: each.loop.launches + each.paces[i].boards) is lane
+
+    def _clear(self, lane: Lane) -> None:
+        """This lane is to launch: what travels arrives first."""
+        for other in self._lanes:
+            if other is not lane:
+                other.loop.arrive()

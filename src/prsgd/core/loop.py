@@ -54,6 +54,8 @@ class Loop:
         """Among the lanes; in the order in which their rounds end, from 1; and how many there are."""
         self.may_close: Callable[[int], bool] = _always
         """Is it this lane's turn on the hosted worker at this place?"""
+        self.clear: Callable[[], None] = _nothing
+        """Waits for what other lanes have under way."""
 
     # Steps
 
@@ -147,6 +149,7 @@ class Loop:
     def _launch(self) -> Average:
         """Alg. 1 line 5: start the average of all hosted workers, and land it on those that do not overlap it."""
         self._check()
+        self.clear()
         answering = [i for i, pace in enumerate(self.paces) if self._roll.done[i] and not pace.boards]
         for i in answering:
             self.paces[i].answer()
@@ -219,18 +222,15 @@ class Loop:
 
     def look(self) -> Landing:
         """The exact mean of all workers' models as they are now."""
-        if self.average is not None:  # workers that are done have landed it, and count as they do after that
-            self._land(())
+        self.arrive()  # workers that are done have landed it then, and count as they do after that
         return self._meeting.look()
 
     def wind_up(self) -> None:
         """All hosted workers are done: land what is in flight or about to be."""
-        if self.average is not None:
-            self._land(())
+        self.arrive()
         if any(pace.boards for pace in self.paces):  # a fleet's workers that waited for others of it
             self._launch()
-            if self.average is not None:
-                self._land(())
+            self.arrive()
         for pace in self.paces:
             pace.snap = None
 
@@ -239,8 +239,8 @@ class Loop:
         for pace in self.paces:
             pace.rounds, pace.left_steps, pace.left_seconds = rounds, 0, 0.0
 
-    def clear(self) -> None:
-        """Another lane is to launch: have what is under way arrive first."""
+    def arrive(self) -> None:
+        """Wait for what is under way, which lands when it is due."""
         if self.average is not None:
             self._land(())
 
@@ -257,3 +257,7 @@ class Loop:
 
 def _always(_: int) -> bool:
     return True
+
+
+def _nothing() -> None:
+    pass
