@@ -50,6 +50,7 @@ class Runner:
             overlap="auto" if scenario.transfers else scenario.overlap,
             clock=Told(scenario.transfers) if scenario.transfers else None,
             optimizer_state=scenario.optimizer_state,
+            fragments=scenario.fragments,
             timeout_seconds=LIMIT_SECONDS,
             done_timeout_seconds=LIMIT_SECONDS,
         )

@@ -46,6 +46,7 @@ class Scenario:
     optimizer_state: str = "keep"
     warmup: int = 0
     """The lr rises from 0 over so many batches."""
+    fragments: int = 1
     model: str = "mlp"
     form: str = "model"
     """What a rank trains: a plain "model", or a "fleet" over TorchDistributed."""
@@ -92,14 +93,19 @@ class Scenario:
         if self.schedule.startswith("auto"):
             return list(range(1, 40))
         found, opened = [], 0
+        closed = [0] * self.fragments
         for round, overlap in zip(range(1, 40), self.overlaps()):
             now = Now(worker=worker, num_workers=self.num_workers, round=round, step=opened, lr=self.lr, last=None)
             steps = made(self.schedule).open(now).steps
             if steps is None:
                 break
-            found.append(opened + steps - min(overlap, steps))
+            most = max(1, steps // self.fragments)  # of the overlap: one fragment is under way at a time
+            for k in range(self.fragments):
+                end = opened + -(-steps * (k + 1) // self.fragments)
+                found.append(max(closed[k], end - min(overlap, most)))
+                closed[k] = end
             opened += steps
-        return found
+        return sorted(found)
 
     def __repr__(self) -> str:
         """The fields that are not the defaults: it can be pasted into ``--scenario``."""
@@ -196,6 +202,10 @@ def draw(seed: int) -> Scenario:
             (w, b, "huge" if huge and place in ("parameters", "infinite") else place) for w, b, place in found.nans
         )
         found = replace(found, averaging=averaging, nans=nans)
+    if not found.transfers and not schedule.startswith("auto") and dice.random() < 0.12:
+        fragments = 3 if found.model == "batchnorm" and dice.random() < 0.5 else 2
+        if found.overlap * fragments <= smallest or schedule.startswith(CLAMPING):
+            found = replace(found, fragments=fragments)
     return found
 
 
@@ -284,7 +294,17 @@ def simpler(s: Scenario) -> Iterator[Scenario]:
             yield _with(s, name, getattr(s, name)[:k] + getattr(s, name)[k + 1 :])
     if s.num_workers > 2 and s.ranks == 2:
         yield from (_without(s, w) for w in range(s.num_workers))
-    for name in ("resume_at", "shape", "optimizer_state", "optimizer", "weight_decay", "warmup", "model", "log"):
+    for name in (
+        "fragments",
+        "resume_at",
+        "shape",
+        "optimizer_state",
+        "optimizer",
+        "weight_decay",
+        "warmup",
+        "model",
+        "log",
+    ):
         if getattr(s, name) != getattr(plain, name) and not (name == "log" and "samples" in s.averaging):
             yield _with(s, name, getattr(plain, name))
     if s.form == "fleet" and s.model != "dropout" and s.num_workers == s.ranks:

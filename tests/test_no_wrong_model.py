@@ -603,8 +603,8 @@ def test_records_are_bounded_and_totals_are_not() -> None:
     fleet = prsgd.Fleet(Point(), 2)
     optimizer = torch.optim.SGD(fleet.parameters(), lr=1e-3)
     local = prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(1), on_record=lambda r: seen.append(r.round))
-    assert local._books.records.maxlen == KEPT
-    local._books.records = type(local._books.records)(maxlen=5)
+    assert local._ledger.records.maxlen == KEPT
+    local._ledger.records = type(local._ledger.records)(maxlen=5)
     with local:
         for _ in range(12):
             optimizer.zero_grad()

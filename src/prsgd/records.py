@@ -107,6 +107,9 @@ class Record:
     """The ids of the workers that took part, where workers come and go; None: all."""
     outliers: int = 0
     """How many were left out because their models, finite as they were, had changed far more than is usual."""
+    fragment: int | None = None
+    """Which part of the model was averaged, counted from 0, where it travels in ``fragments``; None: all of it. The
+    drift is the fragment's; loss and samples are of the steps since its last average."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
@@ -134,7 +137,7 @@ class Totals:
         self.rounds += 1
         self.bytes_sent += record.bytes_sent
         self.server_bytes_sent += record.server_bytes_sent
-        self.samples += record.samples
+        self.samples += 0 if record.fragment else record.samples  # the others' are of the same steps
         self.wait_seconds += record.wait_seconds
         self.copy_seconds += record.copy_seconds
 

@@ -17,7 +17,8 @@ from prsgd.clocks.base import Timekeeper
 from prsgd.clocks.wall import WallClock
 from prsgd.comm.base import Communicator
 from prsgd.comm.joining import current
-from prsgd.core.books import Books
+from prsgd.core.books import Books, Ledger
+from prsgd.core.fragments import Names, dealt
 from prsgd.core.hooks import Hooks, SkippedSteps
 from prsgd.core.lane import Lane, Run
 from prsgd.core.lanes import Lanes
@@ -48,19 +49,18 @@ class Parts:
     roll: Roll
     hooks: Hooks
     lanes: Lanes
+    ledger: Ledger
+    """The records that users see."""
+    fragments: Sequence[Names]
     setup: dict[str, Any]
     """What a state belongs to."""
-
-    @property
-    def books(self) -> Books:
-        """The records that users see."""
-        return self.lanes.first.books
 
     @property
     def words(self) -> list[str]:
         """What must be alike on all workers beside the models."""
         kept, overlap = self.setup["optimizer_state"], self.setup["overlap"]
         words = [f"optimizer_state {kept!r}, overlap {overlap}", f"averaging {self.setup['averaging']}"]
+        words += [f"fragment {k} of {', '.join(names)}" for k, names in enumerate(self.fragments)]
         return [*words, f"schedule {self.setup['schedule']}"] if self.hooks.noise is not None else words
 
 
@@ -72,6 +72,7 @@ def assemble(
     averaging: Averaging | Wire | None,
     overlap: int | Literal["auto"],
     optimizer_state: str,
+    fragments: int | Sequence[str | Sequence[str]],
     comm: Communicator | None,
     clock: Callable[[int], float] | None,
     timeout_seconds: float | None,
@@ -104,6 +105,8 @@ def assemble(
     schedule.check(num_workers, setting.overlap)
     setting.require(averaging)
     host = host_of(model, used)
+    parts = dealt(host.rows.workers[0], fragments)
+    _check_fragments(len(parts), schedule, setting)
     if limit is not None and (comm is None or used.is_elastic):
         used.timeout_seconds = limit
     optimizers = [unwrapped(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
@@ -126,16 +129,41 @@ def assemble(
         timeout_seconds=limit,
         done_timeout_seconds=done_timeout_seconds,
     )
-    state = OptimizerState(optimizers, host.rows.workers, mode=optimizer_state)
-    buffers = Buffers(host.modules, workers, num_workers)
-    books = Books(len(workers), on_record, speaks=workers.start == 0)
+    ledger = Ledger(on_record)
     setup = {
         "workers": list(workers),
         "num_parameters": host.rows.width,
         "overlap": overlap,
         "optimizer_state": optimizer_state,
+        "fragments": len(parts),
         "schedule": described(schedule),
         "averaging": described(averaging),
     }
-    lanes = Lanes([Lane(run, schedule, host.rows, state, buffers, books)])
-    return Parts(averaging, used, own_comm, timekeeper, host, roll, hooks, lanes, setup)
+    lanes = []
+    for k, names in enumerate(parts):
+        rows = host.rows if len(parts) == 1 else host.rows.part(names)
+        state = OptimizerState(optimizers, rows.workers, mode=optimizer_state)
+        riding = host.modules if k == 0 else [nn.Module() for _ in workers]  # buffers travel once a round
+        buffers = Buffers(riding, workers, num_workers)
+        books = Books(len(workers), ledger, speaks=workers.start == 0, fragment=None if len(parts) == 1 else k)
+        lanes.append(Lane(run, schedule, rows, state, buffers, books))
+    return Parts(averaging, used, own_comm, timekeeper, host, roll, hooks, Lanes(lanes), ledger, parts, setup)
+
+
+def _check_fragments(count: int, schedule: Schedule, setting: Setting) -> None:
+    """Raise a ValueError that says why so many do not go with the other parts."""
+    if count == 1:
+        return
+    if setting.elastic:
+        raise ValueError(f"where workers come and go all of a model is averaged at once, got {count} fragments")
+    if setting.learns:
+        raise ValueError(
+            f"{described(schedule)} weighs how far whole models drift apart, and with {count} fragments no average "
+            "knows that: use a schedule such as every(8)"
+        )
+    try:
+        schedule.check(setting.num_workers, setting.overlap * count)
+    except ValueError as error:
+        raise ValueError(
+            f"{count} fragments travel one after the other, each for {setting.overlap} steps: {error}"
+        ) from None

@@ -100,7 +100,7 @@ class Average:
             self.reason = landed.reason
         self.overlap = max(self.overlap, landed.overlap)
 
-    def record(self, *, round: int, lr: float, modelled: Modelled | None) -> Record:
+    def record(self, *, round: int, fragment: int | None, lr: float, modelled: Modelled | None) -> Record:
         """What is known of it here; the numbers of all processes come with the next one."""
         landing = self.arrived
         sums, (noise, looks, momentum) = landing.header.sums, landing.header.noise or (0.0,) * NOISE_WIDTH
@@ -127,6 +127,7 @@ class Average:
             momentum=None if momentum < 0 else _mean(momentum, looks),
             reason=self.reason,
             modelled=modelled,
+            fragment=fragment,
         )
 
 
@@ -243,7 +244,7 @@ class Averages:
             self.headers.told = self.averaging.hear(self.headers.told, landing.header.tells)
         if average.brought_news:
             sent = Sent(landing.bytes_sent, landing.server_bytes_sent, landing.hops, landing.hears)
-            flights = self.clock.arrived(sent, round=self.books.round + 1, flight_seconds=average.flight_seconds)
+            flights = self.clock.arrived(sent, round=self.books.number, flight_seconds=average.flight_seconds)
             self.headers.flights = tuple(flights)
 
     def leave_out(self, average: Average) -> None:
@@ -257,7 +258,7 @@ class Averages:
         for id in sorted(set(out) - self.named_outliers) if self.books.speaks else ():
             self.named_outliers.add(id)
             warnings.warn(
-                f"round {self.books.round + 1}: worker {id} was left out of the average: it changed its model by "
+                f"round {self.books.number}: worker {id} was left out of the average: it changed its model by "
                 f"{abs(landing.header.tells[id]):.3g}, far more than is usual for it and for the others; it restarts "
                 "from their mean, with fresh optimizer state (if it happens again, records tell: Record.outliers)",
                 RuntimeWarning,
@@ -351,4 +352,4 @@ class Averages:
                 raise
             ids = self.comm.workers
             who = f"worker {ids.start}" if len(ids) == 1 else f"workers {ids.start}-{ids.stop - 1}"
-            raise type(error)(f"round {self.books.round + 1}, {who}: {error}") from None
+            raise type(error)(f"round {self.books.number}, {who}: {error}") from None

@@ -83,16 +83,40 @@ class Page:
         return cls(sent=state["sent"], samples=state["samples"], **tallies)
 
 
-class Books:
-    """The records of this process, and the hosted workers' share in the next one."""
+class Ledger:
+    """The complete records of a run, of all its lanes."""
 
-    def __init__(self, hosted: int, on_record: Callable[[Record], None] | None, *, speaks: bool) -> None:
-        self.listeners, self.speaks = [] if on_record is None else [on_record], speaks
-        """Called with each complete record."""
-        self.pages = [Page() for _ in range(hosted)]
+    def __init__(self, on_record: Callable[[Record], None] | None) -> None:
+        self.listeners = [] if on_record is None else [on_record]
+        """Called with each."""
         self.records: deque[Record] = deque(maxlen=KEPT)
         self.totals = Totals()
         self.round = 0
+        """Averages that have landed."""
+
+    def add(self, record: Record) -> None:
+        self.records.append(record)
+        self.totals.add(record)
+        for listener in self.listeners:
+            listener(record)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"round": self.round, "totals": asdict(self.totals)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.round, self.totals = int(state["round"]), Totals(**state["totals"])
+
+
+class Books:
+    """The books of one lane: its records, of which the hosted workers' share in the next one is kept here."""
+
+    def __init__(self, hosted: int, ledger: Ledger, *, speaks: bool, fragment: int | None = None) -> None:
+        self.ledger, self.speaks, self.fragment = ledger, speaks, fragment
+        self.pages = [Page() for _ in range(hosted)]
+        self.last: Record | None = None
+        """The newest that is complete."""
+        self.round = 0
+        """Averages of this lane that have landed."""
         self._incomplete: Record | None = None
         self._deferred: list[tuple[Record, Sums]] = []
         """Records that wait until all workers meet, with the hosted workers' own numbers."""
@@ -107,6 +131,11 @@ class Books:
         """Samples of the workers from whose states this run went on, in worker 0's process."""
         self.saves = 0
         """How often the state was saved since the last average."""
+
+    @property
+    def number(self) -> int:
+        """Of the average under way, or of the next one, among all of the run."""
+        return self.ledger.round + 1
 
     @property
     def samples(self) -> int:
@@ -150,7 +179,7 @@ class Books:
 
         ``own`` is what they told of themselves with it; ``alike``: were all workers' models the same to the last bit?
         """
-        self.round, self._own, self._alike = record.round, own, alike
+        self.ledger.round, self.round, self._own, self._alike = record.round, self.round + 1, own, alike
         self._incomplete, self._drift, self._drifts = record, drift, drifts
 
     def complete(self, sums: Sums, step_seconds: tuple[float, ...] | None = None) -> Record | None:
@@ -164,21 +193,18 @@ class Books:
             samples=sums.samples,
             step_seconds=step_seconds,
         )
-        self._incomplete = None
-        self.records.append(record)
-        self.totals.add(record)
-        self._watch(record)
-        for listener in self.listeners:
-            listener(record)
+        before, self._incomplete, self.last = self.last, None, record
+        self._watch(record, before)
+        self.ledger.add(record)
         return record
 
-    def _watch(self, record: Record) -> None:
+    def _watch(self, record: Record, before: Record | None) -> None:
         """Workers whose models are alike to the last bit before they are averaged have nothing to average."""
         still = self._alike and record.workers > 1 and record.period > 0 and record.lr > MOVES_NOTHING
         self._still = self._still + 1 if still else 0
-        if self._still == 2 and self.speaks:
+        if self._still == 2 and self.speaks and before is not None:
             warnings.warn(
-                f"rounds {record.round - 1} and {record.round}: all workers' models were alike to the last bit before "
+                f"rounds {before.round} and {record.round}: all workers' models were alike to the last bit before "
                 "they were averaged. Is DistributedDataParallel (or a trainer's ddp strategy) left on, so that "
                 "gradients still travel at every step? Or do all workers get the same batches? Use the model without "
                 "DDP, and give each worker its own part of the data",
@@ -195,13 +221,13 @@ class Books:
 
     @property
     def deferred(self) -> range:
-        """The rounds of the records that wait until all meet."""
-        end = self.round + 1 if self._incomplete is None else self._incomplete.round
+        """The rounds of this lane whose records wait until all meet."""
+        end = self.round + (self._incomplete is None)
         return range(end - len(self._deferred), end)
 
     def own(self, rounds: range) -> list[Sums]:
         """What the hosted workers have to tell of these deferred records."""
-        return [own for record, own in self._deferred if record.round in rounds]
+        return [own for round, (_, own) in zip(self.deferred, self._deferred) if round in rounds]
 
     def settle(self, totals: Sequence[Sums]) -> None:
         """All workers' numbers for the oldest deferred records."""
@@ -217,10 +243,6 @@ class Books:
     def is_complete(self) -> bool:
         return self._incomplete is None
 
-    @property
-    def last(self) -> Record | None:
-        return self.records[-1] if self.records else None
-
     def common(self) -> dict[str, Any]:
         """What all workers know of records, with the numbers of this process where they differ."""
         return {
@@ -228,7 +250,7 @@ class Books:
             "alike": self._alike,
             "incomplete": None if self._incomplete is None else asdict(self._incomplete),
             "last": None if self.last is None else asdict(self.last),
-            "totals": asdict(self.totals),
+            "ledger": self.ledger.state_dict(),
         }
 
     def take_over(self, common: Mapping[str, Any]) -> None:
@@ -236,8 +258,8 @@ class Books:
         self.round, self._alike, self._own, self._drift, self._drifts = common["round"], common["alike"], Sums(), 0.0, 0
         self._incomplete = None if common["incomplete"] is None else _record(common["incomplete"])
         if common["last"] is not None and (self.last is None or self.last.round < common["last"]["round"]):
-            self.records.append(_record(common["last"]))
-        self.totals = Totals(**common["totals"])
+            self._remember(common["last"])
+        self.ledger.load_state_dict(common["ledger"])
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -252,16 +274,20 @@ class Books:
             "incomplete": None if self._incomplete is None else asdict(self._incomplete),
             "deferred": [[asdict(record), list(own)] for record, own in self._deferred],
             "last": None if self.last is None else asdict(self.last),
-            "totals": asdict(self.totals),
+            "ledger": self.ledger.state_dict(),
         }
 
-    def inherit(self, state: Mapping[str, Any]) -> None:
-        """Go on after the rounds of other workers. The numbers of the last one, which travel with the next average, are
-        not known any more, so it has no record."""
-        self.round, self.totals = int(state["round"]), Totals(**state["totals"])
+    def inherit(self, state: Mapping[str, Any], *, in_flight: bool) -> None:
+        """Go on after the rounds of other workers, also after one that was ``in_flight``. The numbers of the last one,
+        which travel with the next average, are not known any more, so it has no record."""
+        round, ledger = int(state["round"]), state["ledger"]
+        self.round = round + in_flight
+        if int(ledger["round"]) + in_flight > self.ledger.round:
+            self.ledger.load_state_dict({**ledger, "round": int(ledger["round"]) + in_flight})
         self._before = int(state["samples"]) if self.speaks else 0
         self._logs_first = state["logs_first"]
-        self.records = deque([] if state["last"] is None else [_record(state["last"])], KEPT)
+        if state["last"] is not None:
+            self._remember(state["last"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(state["pages"]) != len(self.pages):
@@ -274,8 +300,15 @@ class Books:
         self._own = Sums(*state["own"])
         self._incomplete = None if state["incomplete"] is None else _record(state["incomplete"])
         self._deferred = [(_record(record), Sums(*own)) for record, own in state["deferred"]]
-        self.records = deque([] if state["last"] is None else [_record(state["last"])], KEPT)
-        self.totals = Totals(**state["totals"])
+        if state["last"] is not None:
+            self._remember(state["last"])
+        self.ledger.load_state_dict(state["ledger"])
+
+    def _remember(self, last: Mapping[str, Any]) -> None:
+        """A record that was complete before this process began; the ledger has those of all lanes in order."""
+        self.last = _record(last)
+        records = sorted({record.round: record for record in (*self.ledger.records, self.last)}.items())
+        self.ledger.records = deque((record for _, record in records), KEPT)
 
 
 def _record(values: Mapping[str, Any]) -> Record:

@@ -81,10 +81,11 @@ class Hiding:
         elif len(self.heard) == CALM and longest.hidden_by(SPARE) < self.overlap:
             self.overlap, self.chosen_by = longest.hidden_by(SPARE), longest
 
-    def of(self, round: Round, before: int) -> tuple[int, Round]:
-        """The overlap of a round that opens, never above its length, and the round with the reason if that is another
-        than the one ``before``."""
-        overlap = self.overlap if round.steps is None else min(self.overlap, round.steps)
+    def of(self, round: Round, before: int, most: int | None = None) -> tuple[int, Round]:
+        """The overlap of a round that opens, never above its length (or ``most``), and the round with the reason if
+        that is another than the one ``before``."""
+        most = round.steps if most is None else most
+        overlap = self.overlap if most is None else min(self.overlap, most)
         if overlap == before or self.chosen_by is None:
             return overlap, round
         capped = f", period {round.steps}" if overlap < self.overlap else ""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from prsgd.clocks.base import Timekeeper
+from prsgd.core.lanes import Lanes
 from prsgd.core.loop import Loop
 from prsgd.core.noise import GradientNoise
 from prsgd.core.roll import Roll
@@ -82,7 +83,10 @@ class Hooks:
         """It has the gradient of its next step."""
         self._replaced = [False] * len(host.modules)
         """This optimizer.step() is no step of its: its gradient was taken at a model that was not finite."""
+        self._rests = [False] * len(host.modules)
+        """It takes part in this step without moving, until all fragments of its model are replaced."""
         self._known = self._parameters()
+        self._lanes: Lanes | None = None
         self._loops: Sequence[Loop] = ()
         self._handles: list[Any] = []
         self.refusal: str | None = None
@@ -91,9 +95,9 @@ class Hooks:
         self.noise: GradientNoise | None = None
         """Looks at gradients, where the schedule has to know how much they scatter."""
 
-    def hook(self, loops: Sequence[Loop]) -> None:
+    def hook(self, lanes: Lanes) -> None:
         """Begin."""
-        self._loops = loops
+        self._lanes, self._loops = lanes, [lane.loop for lane in lanes]
         _in_use.update(self.optimizers)
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before))
@@ -145,8 +149,8 @@ class Hooks:
         """Between two steps, or when a worker was said to have run out of data."""
         try:
             self._roll.call(self._host.stopped)
-            for loop in self._loops:
-                loop.advance()
+            if self._lanes is not None:
+                self._lanes.advance()
             self._roll.waits = [any(waits) for waits in zip(*(loop.waiting() for loop in self._loops))]
             waiting = (i for i, waits in enumerate(self._roll.waits) if waits and not self._roll.done[i])
             self._host.show_waiting({self._roll.ids[i] for i in waiting})
@@ -185,13 +189,15 @@ class Hooks:
             return
         taking = []
         for i in places:  # asked now: a hook of somebody else may drop the gradients
-            takes = not (self._replaced[i] or roll.done[i] or roll.waits[i]) and self._host.takes_part(i)
+            takes = not (self._replaced[i] or roll.done[i] or roll.waits[i])
+            takes = takes and (self._rests[i] or self._host.takes_part(i))
             roll.takes_part[i] = takes
             if takes and not self._in_step[i]:
                 self._in_step[i] = True
                 taking.append(i)
         if taking:
             self._clock.computed(taking)
+        self._rest(places)
         if self.noise is not None:
             for i in places:
                 if roll.takes_part[i]:
@@ -207,9 +213,17 @@ class Hooks:
                 for i in loop.before_update([i for i in places if self._roll.takes_part[i]]):
                     self._replaced[i], self._roll.takes_part[i] = True, False
                     self._host.skip(i)
+            self._rest(places)
         except BaseException as error:
             self._failed(error)
             raise
+
+    def _rest(self, places: Sequence[int]) -> None:
+        """A gradient of a model that is not finite would spoil the fragments of it that were replaced."""
+        for i in places:
+            if self._roll.takes_part[i] and (self._roll.ailing[i] or self._rests[i]):
+                self._rests[i] = True
+                self._host.skip(i)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """After a step's update: count it, close and launch (Alg. 2 and 3: the end of the inner loop)."""
@@ -224,7 +238,7 @@ class Hooks:
             if takes:
                 updated.append(i)
             if self._closers[i] is optimizer and (takes or self._replaced[i]):
-                self._in_step[i] = self._replaced[i] = False
+                self._in_step[i] = self._replaced[i] = self._rests[i] = False
                 is_over = True
                 if takes:
                     stepped.append(i)

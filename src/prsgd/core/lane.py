@@ -140,8 +140,8 @@ class Lane:
         """Go on where other workers were, all from one model: after their rounds, with what they have learned. Who was
         where in the open round, and what was in flight, is forgotten."""
         averages = self.averages
-        self.books.inherit(state["books"])
-        self.books.round += state["flight"] is not None  # a round as well: the state is that after its launch
+        # A round in flight is one as well: the state is that after its launch.
+        self.books.inherit(state["books"], in_flight=state["flight"] is not None)
         self.loop.launches = self.books.round
         steps = max(int(pace["steps"]) for pace in state["paces"])
         for pace, account in zip(self.paces, averages.accounts):
@@ -178,6 +178,7 @@ class Lane:
             "paces": [pace.state_dict(self._clock(id)) for pace, id in zip(self.paces, self._ids)],
             "accounts": [account.state_dict() for account in averages.accounts],
             "launches": self.loop.launches,
+            "place": self.loop.place,
             "averaging": saved(averages.memory),
             "apart": averages.apart,
             "told": list(averages.headers.told),
@@ -256,7 +257,7 @@ class Lane:
         averages.memory, averages.headers.flights = saved(state["averaging"]), tuple(state["flights"])
         flight = state["flight"]
         self.loop.average = None if flight is None else _average_from(flight, self.snapshots.captured())
-        self.loop.launches = int(state["launches"])
+        self.loop.launches, self.loop.place = int(state["launches"]), int(state["place"])
 
     def _know(self, state: Mapping[str, Any]) -> None:
         averages = self.averages

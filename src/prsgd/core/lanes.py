@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,11 +16,17 @@ from prsgd.core.roll import Roll
 class Lanes:
     """The lanes, of which the next one to launch is that with the fewest launches, and the first among those.
 
-    All workers launch the same averages, so all agree on which is next; one that is done answers in that order.
+    All workers launch the same averages, so all agree on which is next; one that is done answers in that order. One
+    average travels at a time: it arrives before another lane's is launched.
     """
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._lanes = lanes
+        if len(lanes) > 1:
+            for k, lane in enumerate(lanes):
+                lane.loop.index, lane.loop.fragments = k, len(lanes)
+                lane.loop.may_close, lane.loop.clear = partial(self._may_close, lane), partial(self._clear, lane)
+            self._place()
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes)
@@ -27,6 +34,16 @@ class Lanes:
     @property
     def first(self) -> Lane:
         return self._lanes[0]
+
+    @property
+    def is_under_way(self) -> bool:
+        """Is an average?"""
+        return any(lane.loop.average is not None for lane in self._lanes)
+
+    def advance(self) -> None:
+        """At a step boundary: see ``Loop.advance``."""
+        for lane in self._in_turn():
+            lane.loop.advance()
 
     def look(self) -> list[tuple[Lane, Landing]]:
         """The exact mean of all workers' models, lane by lane."""
@@ -41,7 +58,7 @@ class Lanes:
             lane = self._in_turn()[0]
             if lane.loop.answer():
                 open_lanes.discard(lane)
-        for lane in self._lanes:
+        for lane in self._in_turn():
             lane.loop.end()
 
     def join(self) -> None:
@@ -57,8 +74,10 @@ class Lanes:
 
     def reopen(self) -> None:
         """All workers have data again, and open the same round next."""
+        self._place()
+        rounds = max(lane.books.round for lane in self._lanes)
         for lane in self._lanes:
-            lane.loop.reopen()
+            lane.loop.reopen(rounds)
 
     def log(self, loss: float | Tensor | None, samples: int | Sequence[int], roll: Roll) -> None:
         """Add a step's loss and samples to the round that it belongs to, on each lane."""
@@ -85,3 +104,18 @@ class Lanes:
     def _in_turn(self) -> list[Lane]:
         """From the next one to launch on."""
         return sorted(self._lanes, key=lambda lane: lane.loop.launches)
+
+    def _place(self) -> None:
+        """All lanes open a round at the same step: they end theirs in the order in which they are to launch."""
+        for place, lane in enumerate(self._in_turn(), 1):
+            lane.loop.place = place
+
+    def _may_close(self, lane: Lane, i: int) -> bool:
+        """Is this lane the next whose round the hosted worker at place ``i`` closes?"""
+        return min(self._lanes, key=lambda each: each.loop.launches + each.paces[i].boards) is lane
+
+    def _clear(self, lane: Lane) -> None:
+        """This lane is to launch: what travels arrives first."""
+        for other in self._lanes:
+            if other is not lane:
+                other.loop.arrive()

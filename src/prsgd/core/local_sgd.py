@@ -39,6 +39,8 @@ class LocalSGD:
     - ``averaging``: how: ``mean()`` unless given, or ``gossip``, ``quantized``, ``sparse``, ``easgd``, ``outer``.
     - ``overlap``: steps that hide the transfer; 0 averages right after a step, blocking; "auto" is as many as hide it.
     - ``optimizer_state`` at an average: "keep" each worker's own, "average" it too (overlap <= 1), or "reset" it.
+    - ``fragments``: of the model, each averaged once a round, one after the other, so that less travels at once: how
+      many, or a pattern of parameters' names for each.
     - ``comm``: where the workers live; the running torch.distributed group unless given, or this process alone.
     - ``clock``: worker -> seconds, for rounds that end by the clock; or a ``prsgd.cluster.ClusterClock``.
     - ``timeout_seconds``: how long to wait for an average; 20 times the longest round so far unless given, within 120
@@ -69,6 +71,7 @@ class LocalSGD:
         averaging: Averaging | Wire | None = None,
         overlap: int | Literal["auto"] = 0,
         optimizer_state: str = "keep",
+        fragments: int | Sequence[str | Sequence[str]] = 1,
         comm: Communicator | None = None,
         clock: Callable[[int], float] | None = None,
         timeout_seconds: float | None = None,
@@ -77,12 +80,12 @@ class LocalSGD:
     ) -> None:
         parts = assemble(
             model, optimizer, schedule=schedule, averaging=averaging, overlap=overlap, optimizer_state=optimizer_state,
-            comm=comm, clock=clock, timeout_seconds=timeout_seconds, done_timeout_seconds=done_timeout_seconds,
-            on_record=on_record, failed=self._failed,
+            fragments=fragments, comm=comm, clock=clock, timeout_seconds=timeout_seconds,
+            done_timeout_seconds=done_timeout_seconds, on_record=on_record, failed=self._failed,
         )  # fmt: skip
         self.model, self.optimizers = model, tuple(parts.hooks.optimizers)
         self._parts, self._comm, self._clock, self._host = parts, parts.comm, parts.clock, parts.host
-        self._roll, self._hooks, self._lanes, self._books = parts.roll, parts.hooks, parts.lanes, parts.books
+        self._roll, self._hooks, self._lanes, self._ledger = parts.roll, parts.hooks, parts.lanes, parts.ledger
         self._phase, self._loaded, self._inherited = "new", False, False
 
     @property
@@ -98,13 +101,13 @@ class LocalSGD:
     @property
     def round(self) -> int:
         """Averages that have landed here."""
-        return self._books.round
+        return self._ledger.round
 
     @property
     def launched(self) -> int:
         """Averages launched here. Where it first reaches a number, all workers are between the same two averages,
         which is where their states fit together: save by it, and not by ``step``, unless all take the same steps."""
-        return self.round + (self._lanes.first.loop.average is not None)
+        return self.round + self._lanes.is_under_way
 
     @property
     def is_ending(self) -> bool:
@@ -117,22 +120,22 @@ class LocalSGD:
     def records(self) -> list[Record]:
         """One for each of the newest 10,000 averages; that of the newest comes with the next one, or with ``finish``.
         ``on_record`` gets every one, and ``totals`` counts all of them."""
-        return list(self._books.records)
+        return list(self._ledger.records)
 
     def add_listener(self, on_record: Callable[[Record], None]) -> None:
         """Call it with each complete record too."""
-        self._books.listeners.append(on_record)
+        self._ledger.listeners.append(on_record)
 
     @property
     def samples(self) -> int:
         """That ``log`` was told of in this process, also by those whose states it went on from; unlike those of
         ``totals``, not of all processes, and up to now."""
-        return self._books.samples
+        return self._lanes.first.books.samples
 
     @property
     def totals(self) -> Totals:
         """Rounds, bytes, samples and seconds of all averages whose records are complete."""
-        return self._books.totals
+        return self._ledger.totals
 
     @property
     def comm(self) -> Communicator:
@@ -254,6 +257,7 @@ class LocalSGD:
             "setup": self._parts.setup,
             "lanes": self._lanes.state_dict(),
             "waits": list(self._roll.waits),
+            "ailing": [sorted(fragments) for fragments in self._roll.ailing],
             "clock": self._clock.state_dict(),
             "noise": self._hooks.state_dict(),
         }
@@ -273,6 +277,7 @@ class LocalSGD:
             self._lanes.load_state_dict(state["lanes"])
             self._hooks.load_state_dict(state["noise"])
             self._roll.waits = [bool(state["waits"][i]) for i in range(len(self._roll.ids))]
+            self._roll.ailing = [set(map(int, state["ailing"][i])) for i in range(len(self._roll.ids))]
         self._loaded = True
 
     def inherit(self, state: Mapping[str, Any]) -> None:
@@ -299,7 +304,7 @@ class LocalSGD:
             enter(self._comm, self._host, self._lanes, [*entries, state], fresh=not self._loaded)
         else:
             newcomers.join(told)
-        self._hooks.hook([lane.loop for lane in self._lanes])
+        self._hooks.hook(self._lanes)
         self._clock.begin()
         if told is not None:
             self._roll.dismiss()

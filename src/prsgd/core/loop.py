@@ -49,6 +49,13 @@ class Loop:
         self.average: Average | None = None
         """The one under way."""
         self.launches = 0
+        self._overlap = averages.snapshots.overlap
+        self.index, self.place, self.fragments = 0, 1, 1
+        """Among the lanes; in the order in which their rounds end, from 1; and how many there are."""
+        self.may_close: Callable[[int], bool] = _always
+        """Is it this lane's turn on the hosted worker at this place?"""
+        self.clear: Callable[[], None] = _nothing
+        """Waits for what other lanes have under way."""
 
     # Steps
 
@@ -62,7 +69,7 @@ class Loop:
             average = self.average
             if average is not None and self.paces[i].lands_now:
                 self._land([i], in_step=True)
-                replaced += [i] if average.bad[i] else []
+                replaced += [i] if self._voids_step(i, average) else []
         return replaced
 
     def after_update(self, updated: Sequence[int], stepped: Sequence[int]) -> bool:
@@ -98,7 +105,7 @@ class Loop:
         if pace.may_open:
             self._open(i)
         overlap = pace.due(self._clock(self._roll.ids[i]))
-        if overlap is not None and not pace.boards:
+        if overlap is not None and not pace.boards and self.may_close(i):
             if pace.snap is not None:  # rounds by the clock can be shorter than the overlap
                 self._land([i])
             self._close(i, overlap)
@@ -115,12 +122,16 @@ class Loop:
             last=self._books.last,
             learned=self._averages.learned,
         )
-        round, overlap = self._schedule.open(now), pace.overlap
+        given, overlap = self._schedule.open(now), pace.overlap
+        round = pace.staggered(given, self.place, self.fragments)
+        most = None if given.steps is None else max(1, given.steps // self.fragments)  # one is under way at a time
         if self._averages.hiding is not None:
-            overlap, round = self._averages.hiding.of(round, overlap)
+            overlap, round = self._averages.hiding.of(round, overlap, most)
+        elif self.fragments > 1 and most is not None:
+            overlap = min(self._overlap, most)
         pace.open(round, self._clock(id), overlap)
         self._books.pages[i].turn()
-        if round.lr is not None:
+        if round.lr is not None and self.place == self.fragments:  # whose rounds are the schedule's
             self._set_lr(round.lr)
 
     def _close(self, i: int, overlap: int) -> None:
@@ -138,6 +149,7 @@ class Loop:
     def _launch(self) -> Average:
         """Alg. 1 line 5: start the average of all hosted workers, and land it on those that do not overlap it."""
         self._check()
+        self.clear()
         answering = [i for i, pace in enumerate(self.paces) if self._roll.done[i] and not pace.boards]
         for i in answering:
             self.paces[i].answer()
@@ -165,23 +177,31 @@ class Loop:
         self._meeting.arrive(average)
         for i in sorted(average.to_land):
             if i in places or self._roll.done[i]:
-                self._touch_down(i, average, in_step=in_step and not self._roll.done[i] and not average.bad[i])
+                counts = in_step and not self._roll.done[i] and not self._voids_step(i, average)
+                self._touch_down(i, average, in_step=counts)
         for i, seconds in began.items():  # waiting for the last average is no part of the round that is open by now
             self.paces[i].opened_seconds += self._clock(self._roll.ids[i]) - seconds
         if not average.to_land:
             self._complete(average)
+
+    def _voids_step(self, i: int, average: Average) -> bool:
+        """Is the step that it lands in none, since its gradient is of a model that is given up? Of one that travels in
+        fragments this is only a part: the worker is idle in its steps until all are replaced (``Roll.ailing``)."""
+        return average.bad[i] and self.fragments == 1
 
     def _touch_down(self, i: int, average: Average, *, in_step: bool) -> None:
         pace = self.paces[i]
         assert pace.snap is not None
         self._averages.land(i, average)
         self._accounts[i].land(pace.snap.at, average.counts[i])
+        lost = average.bad[i] and self._roll.ids[i] not in average.outliers
+        self._roll.mend(i, self.index, lost=lost, fragments=self.fragments)
         average.came_down(pace.land(in_step=in_step))
         if self._roll.done[i] and pace.round is None:
             pace.opened_at = pace.steps
             self._books.pages[i].turn()
         if average.arrived.target is not None and average.brought_news:
-            self._clock.landed(i, self._books.round + 1)
+            self._clock.landed(i, self._books.number)
 
     def _complete(self, average: Average) -> None:
         """It has landed on all hosted workers."""
@@ -192,33 +212,37 @@ class Loop:
         self._averages.adopt(average)
         if not average.brought_news or average.is_look:
             return
-        record = average.record(round=self._books.round + 1, lr=self._lr(), modelled=self._clock.completed())
+        books = self._books
+        modelled = self._clock.completed()
+        record = average.record(round=books.number, fragment=books.fragment, lr=self._lr(), modelled=modelled)
         alike = average.arrived.header.sums.are_alike(average.own)
-        self._books.enter(record, average.drift, average.drifts, average.own, alike=alike)
+        books.enter(record, average.drift, average.drifts, average.own, alike=alike)
 
     # Where all workers meet
 
     def look(self) -> Landing:
         """The exact mean of all workers' models as they are now."""
-        if self.average is not None:  # workers that are done have landed it, and count as they do after that
-            self._land(())
+        self.arrive()  # workers that are done have landed it then, and count as they do after that
         return self._meeting.look()
 
     def wind_up(self) -> None:
         """All hosted workers are done: land what is in flight or about to be."""
-        if self.average is not None:
-            self._land(())
+        self.arrive()
         if any(pace.boards for pace in self.paces):  # a fleet's workers that waited for others of it
             self._launch()
-            if self.average is not None:
-                self._land(())
+            self.arrive()
         for pace in self.paces:
             pace.snap = None
 
-    def reopen(self) -> None:
+    def reopen(self, rounds: int) -> None:
         """After an epoch's end: all workers open the same round next, however many they opened themselves."""
         for pace in self.paces:
-            pace.rounds = self._books.round
+            pace.rounds, pace.left_steps, pace.left_seconds = rounds, 0, 0.0
+
+    def arrive(self) -> None:
+        """Wait for what is under way, which lands when it is due."""
+        if self.average is not None:
+            self._land(())
 
     def answer(self) -> bool:
         """Bring what there is to the others' next average. Were all workers done?"""
@@ -229,3 +253,11 @@ class Loop:
     def end(self) -> None:
         """All workers are done: complete the books, and see that all have the same model."""
         self._meeting.end()
+
+
+def _always(_: int) -> bool:
+    return True
+
+
+def _nothing() -> None:
+    pass

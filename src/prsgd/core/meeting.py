@@ -55,7 +55,7 @@ class Meeting:
             landing = average.landing
             if landing.target is None and landing.header.sums.workers and any(landing.header.steps):
                 warnings.warn(
-                    f"round {self._books.round + 1}: the weights of all workers are 0 (or so small that float32 knows "
+                    f"round {self._books.number}: the weights of all workers are 0 (or so small that float32 knows "
                     "none), so nothing was averaged",
                     RuntimeWarning,
                     stacklevel=2,
@@ -198,7 +198,7 @@ class Meeting:
             return
         averaged = members - sums.consensus - sums.done
         raise MismatchError(
-            f"round {self._books.round + 1}: {sums.consensus:g} of {members} workers called "
+            f"round {self._books.number}: {sums.consensus:g} of {members} workers called "
             f"consensus() while {averaged:g} averaged: every worker must call it, not worker 0 alone, and between the "
             "same two averages; where workers take different steps or have different numbers of batches call it by "
             "local.launched, pad the sampler, or put each epoch into `with local.epoch():` and call it after that"
@@ -210,7 +210,7 @@ class Meeting:
         hosted = len(self._averages.paces) - own.done
         if hosted and sums.saved * hosted != own.saved * running:
             warnings.warn(
-                f"round {self._books.round + 1}: not all workers saved a state equally often since the last average "
+                f"round {self._books.number}: not all workers saved a state equally often since the last average "
                 f"({own.saved / hosted:g} times here, {sums.saved / running:.3g} in the mean): states fit together "
                 "only if all are taken between the same two averages, so save by local.launched, not by local.step",
                 RuntimeWarning,
@@ -219,7 +219,7 @@ class Meeting:
 
     def _diverged(self, sums: Sums) -> DivergedError:
         return DivergedError(
-            f"round {self._books.round + 1}: no worker has a finite model left to restart from "
+            f"round {self._books.number}: no worker has a finite model left to restart from "
             f"({sums.bad:g} are not finite); {self._thrower() or 'lower the lr, or clip gradients'}"
         )
 

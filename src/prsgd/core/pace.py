@@ -6,12 +6,18 @@ A round closes so early that its average lands, ``overlap`` own steps later, whe
     every(4), overlap 1:   1 2 3|4          closes after step 3, lands in step 4, between its gradient and its update
 
 Rounds that end by the clock close when their time is up, and the average lands so many steps into the next one.
+
+Where a model travels in fragments, each has a timetable, and their rounds end one after the other: that of fragment k
+of F (from 1) after k / F of the schedule's round. So each of its rounds is what was left of the schedule's last one,
+and k / F of the new one.
+
+    every(4), overlap 0, 2 fragments:   1 2|3 4|5 6|7 8|      the first lands at 2, 6, ..., the second at 4, 8, ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from prsgd.schedules.base import Round
@@ -65,6 +71,9 @@ class Pace:
     opened_seconds: float = 0.0
     snap: Snap | None = None
     """What waits to be averaged, or is under way."""
+    left_steps: int = 0
+    """Of the schedule's last round, where this one ends before it; and seconds, of one by the clock."""
+    left_seconds: float = 0.0
 
     @property
     def may_open(self) -> bool:
@@ -79,6 +88,19 @@ class Pace:
     def lands_now(self) -> bool:
         """Does the average land in the step whose gradient is there?"""
         return self.snap is not None and self.snap.launched and self.snap.lands_at == self.steps + 1
+
+    def staggered(self, round: Round, place: int, fragments: int) -> Round:
+        """The next round of a fragment's timetable, from the schedule's; ``place``: in the order of their landing."""
+        if fragments == 1:
+            return round
+        steps, seconds = round.steps, round.seconds
+        if steps is not None:
+            part = -(-steps * place // fragments)
+            steps, self.left_steps = self.left_steps + part, steps - part
+        if seconds is not None:
+            part_seconds = seconds * place / fragments
+            seconds, self.left_seconds = self.left_seconds + part_seconds, seconds - part_seconds
+        return replace(round, steps=steps, seconds=seconds)
 
     def open(self, round: Round, seconds: float, overlap: int | None = None) -> None:
         """Begin a round, with this overlap or the same as before. Of one worker it is always 0 or never."""
@@ -143,7 +165,7 @@ class Pace:
 
     def load_state_dict(self, state: Mapping[str, Any], seconds: float) -> None:
         self.steps, self.rounds, self.opened_at = state["steps"], state["rounds"], state["opened_at"]
-        self.overlap = state["overlap"]
+        self.overlap, self.left_steps, self.left_seconds = state["overlap"], state["left_steps"], state["left_seconds"]
         self.round = None if state["round"] is None else Round(**state["round"])
         self.opened_seconds = seconds - state["opened_seconds"]
         self.snap = None if state["snap"] is None else Snap(**state["snap"])

@@ -15,6 +15,9 @@ from torch import Tensor
 from prsgd.averaging.base import Averaging, Memory
 from prsgd.errors import CheckpointError, PrsgdError
 
+_LASTING = ("workers", "num_parameters", "fragments", "overlap", "optimizer_state")
+"""What of a run's parts may not change."""
+
 
 def described(part: object) -> str:
     """A schedule or an averaging in words that are the same in every process and every run: no addresses of memory."""
@@ -23,7 +26,7 @@ def described(part: object) -> str:
 
 def check_setup(saved: Mapping[str, Any], own: Mapping[str, Any], *, other_workers: bool = False) -> None:
     """Refuse what cannot go on from there, and say what goes on otherwise than it began."""
-    for name in ("num_parameters",) if other_workers else ("workers", "num_parameters", "overlap", "optimizer_state"):
+    for name in ("num_parameters", "fragments") if other_workers else _LASTING:
         if saved[name] != own[name]:
             words = name.replace("_", " ")
             raise CheckpointError(f"the state is of a run with {words} {saved[name]!r}, this one has {own[name]!r}")

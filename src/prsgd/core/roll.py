@@ -18,6 +18,8 @@ class Roll:
         """It may not take a step before the others of this process have closed their rounds."""
         self.takes_part = [False] * len(ids)
         """It is part of the optimizer.step() under way, or was of the newest."""
+        self.ailing: list[set[int]] = [set() for _ in ids]
+        """The fragments of its model that are to be replaced, since another was not finite."""
 
     def running(self) -> list[int]:
         """Those that still have data."""
@@ -37,6 +39,12 @@ class Roll:
     def dismiss(self) -> None:
         """This process has no more data."""
         self.done = [True] * len(self.ids)
+
+    def mend(self, i: int, fragment: int, *, lost: bool, fragments: int) -> None:
+        """An average of this fragment has landed on it, and replaced what was ``lost``."""
+        if lost and not self.ailing[i]:
+            self.ailing[i] = set(range(fragments))
+        self.ailing[i].discard(fragment)
 
     def reopen(self) -> None:
         """All have data again."""

@@ -44,7 +44,7 @@ class Snapshots:
 
     def __init__(self, rows: Rows, state: OptimizerState, buffers: Buffers, *, overlap: int, tail: int) -> None:
         self.rows, self.state, self.buffers = rows, state, buffers
-        self._overlap, self._hosted = overlap, len(rows.workers)
+        self.overlap, self._hosted = overlap, len(rows.workers)
         self._widths = [rows.width, state.width, buffers.width]
         self._flat_width = rows.width + state.width + tail + buffers.sum_width
         # Made when first needed: the flat buffer, and the hosted workers' snapshots or what of them is not in place.
@@ -86,12 +86,12 @@ class Snapshots:
 
     def board(self, *, as_they_are: bool = False) -> Boarded:
         """The snapshots of all hosted workers, or their models as they are now."""
-        if self._overlap and not as_they_are:
+        if self.overlap and not as_they_are:
             snap, extras, buffers = self._snapshots().split(self._widths, dim=1)
             flat = self._flat_buffer()
         else:
             # With overlap an average may be in flight, so a look has memory of its own while it lasts.
-            flat = self._new(self._flat_width) if self._overlap else self._flat_buffer()
+            flat = self._new(self._flat_width) if self.overlap else self._flat_buffer()
             snap, extras, buffers = self._in_place(flat)
         totals = tuple(map(float, self._sums))
         bad = _not_finite(totals, snap, extras, buffers)
@@ -101,14 +101,21 @@ class Snapshots:
 
     def brought(self, i: int, snap: Tensor) -> Tensor:
         """What worker i brought to an average that was launched with ``snap`` and has not landed on it."""
-        return snap[i] if self._overlap else self.row(i)
+        return snap[i] if self.overlap else self.row(i)
 
     def has_moved(self, i: int, snap: Tensor) -> bool:
         """Was worker i's model changed, by whatever means, since it was captured?"""
-        return self._overlap > 0 and not self.rows.equal(i, snap[i])
+        return self.overlap > 0 and not self.rows.equal(i, snap[i])
 
     def _in_place(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Snapshots without copies: a fleet's rows as they lie, a lone model packed into its place in ``flat``."""
+        if self.rows.matrix is None and self._hosted > 1:  # parts of a fleet's rows that do not lie together
+            store = self._new(self._hosted, sum(self._widths)) if self.overlap else self._snapshots()
+            snap, extras, buffers = store.split(self._widths, dim=1)
+            for i in range(self._hosted):
+                self._sums[i] = self.rows.pack(i, snap[i])
+                self._pack_beside(i, extras[i], buffers[i])
+            return snap, extras, buffers
         if self.rows.matrix is None:
             snap, extras, buffers = self._lone_parts(flat)
             self._sums[0] = self.rows.pack(0, snap)

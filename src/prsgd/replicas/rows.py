@@ -51,16 +51,17 @@ class Rows:
 
     def __init__(self, workers: Sequence[Mapping[str, Parameter]], matrix: Tensor | None) -> None:
         self.workers = [dict(w) for w in workers]
-        self.matrix = matrix  # a fleet's rows; None: a user's own model, its tensors left where they are
+        self.matrix = matrix  # a fleet's rows; None: tensors that are left where they are, as a user's own model's
         first = list(self.workers[0].values())
         self.width = sum(p.numel() for p in first)
         self.dtype, self.device = sum_dtype(first), first[0].device
         self._scratch: Tensor | None = None
         self._meta = [(p.shape, p.dtype, p.device) for p in first]
         self._usual: Tensor | None = None
+        self._parts: list[Rows] = []
         if matrix is None:
             self._pointers = [p.data_ptr() for p in first]
-            self._groups = [_groups(first, self.dtype)]
+            self._groups = [_groups(list(named.values()), self.dtype) for named in self.workers]
         else:
             self._groups = [_groups([row], self.dtype) for row in matrix]
 
@@ -71,22 +72,25 @@ class Rows:
             group.keep_views(group.of(row))
 
     def part(self, names: Sequence[str]) -> Rows:
-        """The parameters of these names alone; of a fleet, names that follow each other."""
+        """The parameters of these names alone, which follow the whole; of a fleet, those that follow each other in the
+        model lie in its rows, others are gathered."""
         workers = [{name: named[name] for name in names} for named in self.workers]
-        if self.matrix is None:
-            return Rows(workers, None)
         sizes = {name: p.numel() for name, p in self.workers[0].items()}
         order = list(sizes)
         first = order.index(names[0])
-        if order[first : first + len(names)] != list(names):
-            raise ValueError(f"names must follow each other in the model, got {list(names)}")
-        start = sum(sizes[name] for name in order[:first])
-        return Rows(workers, self.matrix[:, start : start + sum(sizes[name] for name in names)])
+        matrix = None
+        if self.matrix is not None and order[first : first + len(names)] == list(names):
+            start = sum(sizes[name] for name in order[:first])
+            matrix = self.matrix[:, start : start + sum(sizes[name] for name in names)]
+        self._parts.append(Rows(workers, matrix))
+        return self._parts[-1]
 
     def refresh(self) -> None:
         """Follow a user's model whose tensors were replaced (``p.data = ...``) by others of the same kind."""
         if self.matrix is not None:
             return
+        for part in self._parts:
+            part.refresh()
         named = self.workers[0]
         if [p.data_ptr() for p in named.values()] == self._pointers:
             return

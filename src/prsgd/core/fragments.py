@@ -1,0 +1,80 @@
+"""Which parameters travel together: a model's layers dealt to fragments, or as their names say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch.nn.parameter import Parameter
+
+from prsgd._check import shown, whole_number
+
+Names = list[str]
+
+
+def dealt(named: Mapping[str, Parameter], fragments: int | Sequence[str | Sequence[str]]) -> list[Names]:
+    """The names of each fragment's parameters, in the model's order; fragments in the order of their first ones.
+
+    A number: the layers, which are the modules that own parameters, are dealt out, the largest first, each to the
+    fragment that has the least so far. Patterns (or lists of them), one for each fragment: as in file names, where
+    "blocks.0.*" is everything whose name begins so.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    >>> dealt(dict(model.named_parameters()), 2)
+    [['0.weight', '0.bias', '2.weight', '2.bias'], ['1.weight', '1.bias']]
+    >>> dealt(dict(model.named_parameters()), ["[01].*", "2.*"])
+    [['0.weight', '0.bias', '1.weight', '1.bias'], ['2.weight', '2.bias']]
+    """
+    if isinstance(fragments, str) or (not isinstance(fragments, int) and not isinstance(fragments, Sequence)):
+        raise ValueError(f"fragments must be a number, or a pattern of names for each, got {shown(fragments)}")
+    if isinstance(fragments, Sequence):
+        found = _by_patterns(named, fragments)
+    else:
+        found = _by_size(named, whole_number("fragments", fragments, at_least=1))
+    order = {name: place for place, name in enumerate(named)}
+    return sorted((sorted(names, key=order.__getitem__) for names in found), key=lambda names: order[names[0]])
+
+
+def _by_size(named: Mapping[str, Parameter], fragments: int) -> list[Names]:
+    layers: dict[str, Names] = {}
+    for name in named:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    if fragments > len(layers):
+        raise ValueError(f"fragments must be at most the number of layers that train, {len(layers)}, got {fragments}")
+    sizes = {layer: sum(named[name].numel() for name in names) for layer, names in layers.items()}
+    found: list[Names] = [[] for _ in range(fragments)]
+    totals = [0] * fragments
+    for layer in sorted(layers, key=lambda layer: -sizes[layer]):  # of equal ones in the model's order
+        least = min(range(fragments), key=totals.__getitem__)
+        found[least] += layers[layer]
+        totals[least] += max(1, sizes[layer])
+    return found
+
+
+def _by_patterns(named: Mapping[str, Parameter], fragments: Sequence[str | Sequence[str]]) -> list[Names]:
+    if not fragments:
+        raise ValueError("fragments must have at least one pattern of names, got none")
+    found: list[Names] = []
+    taken: dict[str, str] = {}
+    for patterns in fragments:
+        own: Names = []
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            matches = [name for name in named if fnmatchcase(name, pattern)]
+            if not matches:
+                first = ", ".join(map(repr, list(named)[:3]))
+                raise ValueError(
+                    f"fragments: {pattern!r} matches no parameter that trains (they are called {first}, ...)"
+                )
+            for name in matches:
+                if taken.setdefault(name, pattern) != pattern:
+                    raise ValueError(f"fragments: parameter {name!r} is matched by {taken[name]!r} and by {pattern!r}")
+            own += matches
+        if not own:
+            raise ValueError("fragments: a list of patterns is empty")
+        found.append(own)
+    left = [name for name in named if name not in taken]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ValueError(f"fragments leave out parameter {left[0]!r}{more}: every one that trains must be in one")
+    return found
