@@ -54,9 +54,10 @@ def same(answers: dict[int, Answer]) -> Tensor:
 
 def come_in(crew: Crew, id: int, *others: int) -> tuple[dict[int, Answer], int]:
     """The others go on, round by round, until this worker is among them; and how many rounds that took."""
-    for rounds in range(1, 100):
+    crew.workers[id].await_call()
+    for rounds in range(1, 10):
         answers = crew.step(4, others)
-        if crew.workers[id].pipe.poll(0.1):
+        if crew.workers[id].pipe.poll(10):
             return {**answers, id: crew.workers[id].hear()}, rounds
     raise AssertionError("it did not come in")
 
@@ -171,6 +172,93 @@ def test_a_worker_that_hangs_is_left_out_and_comes_back_by_itself() -> None:
         ended = crew.end([0, 1, 2])
         same(ended)
         assert ended[0].members[4:] == [(0, 2)] * (2 + rounds) + [(0, 1, 2)]
+
+
+def left_out(crew: Crew, id: int, *others: int, steps: int = 4) -> None:
+    """This worker is stopped in its round, of which it takes so many steps, while the others make an average."""
+    for _ in range(4):
+        crew.step(4)
+    crew.workers[id].signal(signal.SIGSTOP)
+    crew.workers[id].send(steps)
+    crew.step(4, others)
+    crew.workers[id].signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [({}, 0), ({"overlap": 1}, 3), ({"averaging": prsgd.easgd(0.5)}, 0)], ids=["0", "1", "easgd"]
+)
+def test_a_look_of_a_worker_that_was_left_out_shows_the_average_with_which_it_comes_back(
+    options: dict[str, Any], steps: int
+) -> None:
+    """It made the others' average a look, which ended the run for all; or it ended itself, with no word of why."""
+    with Crew(3, options, min_workers=1) as crew:
+        ready(crew, 0, 1, 2)
+        left_out(crew, 1, 0, 2, steps=steps)
+        crew.workers[1].hear()
+        crew.workers[1].send("look")
+        crew.workers[1].await_call()
+        before = crew.step(3, [0, 2])
+        after = crew.step(1, [0, 2])
+        shown = crew.workers[1].hear()
+        if not options:
+            assert torch.equal(shown, same(after))
+        elif options.get("overlap"):  # what they brought
+            assert shown[0] == near(float(before[0].x[0] + before[2].x[0]) / 2)
+        answers = crew.step(4) if steps == 0 else {**crew.step(1, [1]), **crew.step(4)}
+        assert {answer.round for answer in answers.values()} == {7}
+        for id in range(3):
+            crew.workers[id].send("look")
+        looks = [crew.workers[id].hear() for id in range(3)]
+        assert torch.equal(looks[0], looks[1])
+        assert torch.equal(looks[0], looks[2])
+        ended = crew.end([0, 1, 2])
+        same(ended)
+        assert ended[0].members[5:7] == [(0, 2), (0, 1, 2)]
+
+
+@pytest.mark.parametrize(("options", "steps"), [({}, 4), ({"overlap": 2}, 3), ({"overlap": 2}, 2)])
+def test_who_comes_back_at_the_last_average_has_ended_with_the_others(options: dict[str, Any], steps: int) -> None:
+    """It went on to an average, and the others compared their models: different calls, an error for all."""
+    with Crew(3, {**options, "done_timeout_seconds": 50.0}, min_workers=2) as crew:
+        ready(crew, 0, 1, 2)
+        left_out(crew, 1, 0, 2, steps=steps)
+        crew.workers[1].await_call()
+        for id in (0, 2):
+            crew.workers[id].send("end")
+        crew.workers[1].hear()
+        crew.step(4 - steps, [1])
+        crew.workers[1].send("end")
+        same({id: crew.workers[id].hear() for id in range(3)})
+
+
+def test_who_joins_at_the_last_average_has_ended_with_the_others() -> None:
+    """It waited an hour for as many as the run must have."""
+    with Crew(3, {"done_timeout_seconds": 50.0}, min_workers=2) as crew:
+        ready(crew, 0, 1, start_seconds=0.5)
+        crew.step(5)
+        (new,) = crew.start(2)
+        new.await_call()
+        for id in (0, 1):
+            crew.workers[id].send("end")
+        new.hear()
+        new.send("end")
+        same({id: crew.workers[id].hear() for id in range(3)})
+
+
+def test_who_comes_back_at_the_end_of_an_epoch_goes_on_with_the_others() -> None:
+    with Crew(3, {}, min_workers=1) as crew:
+        ready(crew, 0, 1, 2)
+        left_out(crew, 1, 0, 2)
+        crew.workers[1].await_call()
+        for id in (0, 2):
+            crew.workers[id].send("epoch")
+        crew.workers[1].hear()
+        crew.workers[1].send("epoch")
+        x = same({id: crew.workers[id].hear() for id in range(3)})
+        assert same(crew.step(4))[0] == near(mean(float(x[0]), (0, 1, 2)))
+        ended = crew.end([0, 1, 2])
+        same(ended)
+        assert ended[0].members[-1] == (0, 1, 2)
 
 
 def test_below_min_workers_the_run_waits() -> None:

@@ -17,6 +17,7 @@ A loop is over one *lane*: the part of the hosted workers' models that travels t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from prsgd.averaging.base import Landing
 from prsgd.clocks.base import Timekeeper
@@ -49,6 +50,8 @@ class Loop:
         self.average: Average | None = None
         """The one under way."""
         self.launches = 0
+        self.has_ended = False
+        """Did this worker come in at the others' last average, and has ended with them? Until it takes another step."""
 
     # Steps
 
@@ -62,7 +65,7 @@ class Loop:
             average = self.average
             if average is not None and self.paces[i].lands_now:
                 self._land([i], in_step=True)
-                replaced += [i] if average.bad[i] else []
+                replaced += [i] if average.gives_up(i) else []
         return replaced
 
     def after_update(self, updated: Sequence[int], stepped: Sequence[int]) -> bool:
@@ -72,6 +75,7 @@ class Loop:
             self._accounts[i].moved = True
         for i in stepped:
             self.paces[i].steps += 1
+            self.has_ended = False
         # At most steps nobody has anything to do.
         return any(pace.is_turn(self._clock, id) for pace, id in zip(self.paces, self._roll.ids))
 
@@ -165,11 +169,14 @@ class Loop:
         self._meeting.arrive(average)
         for i in sorted(average.to_land):
             if i in places or self._roll.done[i]:
-                self._touch_down(i, average, in_step=in_step and not self._roll.done[i] and not average.bad[i])
+                self._touch_down(i, average, in_step=in_step and not self._roll.done[i] and not average.gives_up(i))
         for i, seconds in began.items():  # waiting for the last average is no part of the round that is open by now
             self.paces[i].opened_seconds += self._clock(self._roll.ids[i]) - seconds
         if not average.to_land:
             self._complete(average)
+            if average.ends_it:
+                self.end()
+                self.has_ended = True
 
     def _touch_down(self, i: int, average: Average, *, in_step: bool) -> None:
         pace = self.paces[i]
@@ -199,9 +206,13 @@ class Loop:
     # Where all workers meet
 
     def look(self) -> Landing:
-        """The exact mean of all workers' models as they are now."""
-        if self.average is not None:  # workers that are done have landed it, and count as they do after that
+        """The exact mean of all workers' models as they are now; where this one was left out, that of what the others
+        brought to the average with which it came back."""
+        average = self.average
+        if average is not None:  # workers that are done have landed it, and count as they do after that
             self._land(())
+            if average.missed:  # the others are past the look
+                return replace(average.arrived, target=average.arrived.exact)
         return self._meeting.look()
 
     def wind_up(self) -> None:
