@@ -157,6 +157,7 @@ def life(
         return ask(self, caller)
 
     lighthouse.Lighthouse.ask = called  # type: ignore[method-assign]
+    options.pop("fault", _no_fault)()
     options = {"schedule": prsgd.every(4), **options}
     limit, state = options.pop("limit_seconds", None), options.pop("state", None)
     membership.START_SECONDS = options.pop("start_seconds", membership.START_SECONDS)
@@ -202,6 +203,36 @@ def life(
     pipe.send_bytes(said)
     pipe.close()
     os._exit(0)
+
+
+def _no_fault() -> None:
+    pass
+
+
+def hangs_while_it_is_told() -> None:
+    """To be given as ``fault``: the worker is stopped when it has heard how much it is to be told."""
+    do, left = membership.Group.do, [False, True]
+
+    def stopped(self: membership.Group, launch: Any) -> None:
+        if left and not left.pop():
+            os.kill(os.getpid(), signal.SIGSTOP)
+        do(self, launch)
+
+    membership.Group.do = stopped  # type: ignore[method-assign]
+
+
+def reaches_the_lighthouse_alone() -> None:
+    """To be given as ``fault``: as behind a firewall, the others are out of reach, when it first tries."""
+    reach, left = membership._client, [0]
+    membership.REST_TIMES = 1
+
+    def unreachable(store: str) -> Any:
+        if left:
+            left.pop()
+            raise prsgd.PeerError("the others do not answer")
+        return reach(store)
+
+    membership._client = unreachable
 
 
 def _saved(error: BaseException, local: prsgd.LocalSGD | None) -> str:

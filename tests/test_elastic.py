@@ -6,6 +6,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 import prsgd
 from prsgd.comm import lighthouse, parcel
 from prsgd.comm.quorum import Caller, plan
-from tests.crew import Answer, Crew, Died, Quadratic
+from tests.crew import Answer, Crew, Died, Quadratic, hangs_while_it_is_told, reaches_the_lighthouse_alone
 from tests.ranks import run_command, run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="the extra elastic is not installed")
@@ -52,12 +53,13 @@ def same(answers: dict[int, Answer]) -> Tensor:
     return first
 
 
-def come_in(crew: Crew, id: int, *others: int) -> tuple[dict[int, Answer], int]:
-    """The others go on, round by round, until this worker is among them; and how many rounds that took."""
+def come_in(crew: Crew, id: int, *others: int, rests: bool = False) -> tuple[dict[int, Answer], int]:
+    """The others go on, round by round, until this worker is among them; and how many rounds that took. It is one, unless
+    the worker ``rests``, or has rounds of its own to end."""
     crew.workers[id].await_call()
-    for rounds in range(1, 10):
+    for rounds in range(1, 20):
         answers = crew.step(4, others)
-        if crew.workers[id].pipe.poll(10):
+        if crew.workers[id].pipe.poll(5 if rests else 30):
             return {**answers, id: crew.workers[id].hear()}, rounds
     raise AssertionError("it did not come in")
 
@@ -182,6 +184,47 @@ def left_out(crew: Crew, id: int, *others: int, steps: int = 4) -> None:
     crew.workers[id].send(steps)
     crew.step(4, others)
     crew.workers[id].signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("fault", [hangs_while_it_is_told, reaches_the_lighthouse_alone])
+def test_a_newcomer_that_cannot_come_in_does_not_hold_the_others(fault: Callable[[], None]) -> None:
+    """They waited a minute for one, and for ever for the other."""
+    with Crew(3, {}, min_workers=2) as crew:
+        ready(crew, 0, 1, start_seconds=0.5)
+        for _ in range(4):
+            x = float(same(crew.step(4))[0])
+        (new,) = crew.start(2, fault=fault)
+        new.await_call()
+        for _ in range(2):
+            answers = crew.step(4, [0, 1])
+            assert max(answer.seconds for answer in answers.values()) < 30
+            x = mean(x, (0, 1))
+            assert same(answers)[0] == near(x)
+        if fault is hangs_while_it_is_told:
+            new.signal(signal.SIGCONT)
+        answers, _ = come_in(crew, 2, 0, 1, rests=True)
+        x = float(same(answers)[0])
+        assert same(crew.step(4))[0] == near(mean(x, (0, 1, 2)))
+        ended = crew.end([0, 1, 2])
+        same(ended)
+        assert ended[0].members[4:6] == [(0, 1), (0, 1)]
+
+
+def test_a_newcomer_that_hangs_in_its_first_round_is_held_to_the_others_limit() -> None:
+    """It knew of no rounds, and told the lighthouse for a minute that it was well."""
+    with Crew(3, {}, min_workers=2) as crew:
+        ready(crew, 0, 1, start_seconds=0.5)
+        for _ in range(4):
+            crew.step(4)
+        crew.start(2)
+        come_in(crew, 2, 0, 1)
+        answers = crew.step(4, [0, 1])
+        assert max(answer.seconds for answer in answers.values()) < 30
+        same(answers)
+        crew.workers[2].send(4)
+        answers, _ = come_in(crew, 2, 0, 1)
+        same(answers)
+        same(crew.end([0, 1, 2]))
 
 
 @pytest.mark.parametrize(
@@ -464,6 +507,16 @@ def test_below_min_workers_only_averages_wait() -> None:
     """At a look nobody can come in, so that all would wait for ever."""
     assert taking(at(0, gone=2), min_workers=2) is None
     assert taking(at(0, gone=2, offers=False), min_workers=2) == ((0,), [])
+
+
+def test_who_could_not_come_in_is_waited_for_longer_the_next_time_and_rests_before() -> None:
+    leaders = at(0, peers=(0, 1), limit=1.5), at(1, peers=(0, 1), limit=2.0)
+    new = Caller("2:x", 2, failures=3)
+    assert taking(*leaders, new) == ((0, 1), [2])
+    assert taking(*leaders, replace(new, rests=True)) == ((0, 1), [])
+    found = plan("b", [*leaders, new], min_workers=1, num_workers=3)
+    assert found is not None
+    assert found.limit == 16.0
 
 
 def test_the_largest_min_workers_counts_for_all() -> None:
