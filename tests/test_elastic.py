@@ -54,8 +54,8 @@ def same(answers: dict[int, Answer]) -> Tensor:
 
 
 def come_in(crew: Crew, id: int, *others: int, rests: bool = False) -> tuple[dict[int, Answer], int]:
-    """The others go on, round by round, until this worker is among them; and how many rounds that took. It is one, unless
-    the worker ``rests``, or has rounds of its own to end."""
+    """The others go on, round by round, until this worker is among them; and how many rounds that took: one, unless it
+    ``rests``, or has rounds of its own to end."""
     crew.workers[id].await_call()
     for rounds in range(1, 20):
         answers = crew.step(4, others)
