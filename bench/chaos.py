@@ -1,7 +1,7 @@
 """Faults at random moments, and what becomes of the run: kills, two at once, hangs, a link that is down for 3 s.
 
 python bench/chaos.py --kills 50 --pairs 20 --cuts 10     # states, and torchrun that starts again
-python bench/chaos.py --elastic --kills 200 --pairs 20 --hangs 20 --cuts 10     # prsgd.TorchFT
+python bench/chaos.py --elastic --kills 200 --pairs 20 --hangs 20 --lighthouses 10 --cuts 10     # TorchFT
 
 (Cuts are made as root, in network namespaces.)
 
@@ -39,6 +39,8 @@ from prsgd.comm.job import Job, elastic_environment
 WORKER = Path(__file__).with_name("chaos_worker.py")
 LIMIT_SECONDS = 60.0
 """In which a run must go on after a fault."""
+START_SECONDS = 300.0
+"""In which it must begin: Python's imports on a busy machine."""
 
 
 class LostError(Exception):
@@ -89,14 +91,20 @@ class Run:
             found.append(later[0])
         return float(max(found))
 
-    def await_average(self, moment: float, workers: Sequence[int] | None = None) -> float:
-        deadline = time.time() + LIMIT_SECONDS
+    def begin(self) -> None:
+        """Wait for the first average of all."""
+        self.await_average(0.0, limit_seconds=START_SECONDS)
+
+    def await_average(
+        self, moment: float, workers: Sequence[int] | None = None, *, limit_seconds: float = LIMIT_SECONDS
+    ) -> float:
+        deadline = time.time() + limit_seconds
         while time.time() < deadline:
             at = self.averaging_since(moment, range(self.workers) if workers is None else workers)
             if at is not None:
                 return at
             time.sleep(0.02)
-        raise LostError(f"no average of all within {LIMIT_SECONDS:g} s")
+        raise LostError(f"no average of all within {limit_seconds:g} s")
 
     def end(self) -> bool:
         """Let all end; are their models alike?"""
@@ -112,7 +120,7 @@ def kills(number: int, at_once: int, workers: int, chance: random.Random) -> Tri
     """Under torchrun."""
     tries = Tries(f"SIGKILL of {'one' if at_once == 1 else at_once} of {workers}, torchrun")
     with started(workers, restarts=number + 5) as run:
-        run.await_average(0.0)
+        run.begin()
         for _ in range(number):
             time.sleep(chance.uniform(0.0, 1.0))
             before = run.newest()
@@ -162,7 +170,7 @@ def cuts(number: int, chance: random.Random, *, seconds: float = 3.0) -> Tries:
         processes = [_worker_at(place, rank, places, folder) for rank, place in enumerate(places)]
         run = Run(Path(folder), 2)
         try:
-            run.await_average(0.0)
+            run.begin()
             for _ in range(number):
                 time.sleep(chance.uniform(0.0, 1.0))
                 name = places[chance.randrange(2)].command[-1]
@@ -197,16 +205,22 @@ class Crew(Run):
         options = "--min_replicas", "1", "--heartbeat_timeout_ms", "500", "--quorum_tick_ms", "20"
         command = [*places[0].command, "torchft_lighthouse", "--bind", self._address, *options]
         self._words = (folder / "words").open("a")
-        self._lighthouse = subprocess.Popen(command, stdout=self._words, stderr=self._words)
+        self._lighthouse_command = command
+        self.light()
         self.processes = {worker: self._start(worker) for worker in range(len(places))}
+
+    def light(self) -> None:
+        """Start the lighthouse, at the place where it always is."""
+        self.lighthouse = subprocess.Popen(self._lighthouse_command, stdout=self._words, stderr=self._words)
 
     def replace(self, worker: int) -> None:
         """Start another one in its place."""
+        self.processes[worker].kill()
         self.processes[worker].wait()
         self.processes[worker] = self._start(worker)
 
     def close(self) -> None:
-        for process in (*self.processes.values(), self._lighthouse):
+        for process in (*self.processes.values(), self.lighthouse):
             process.kill()
             process.wait()
         self._words.close()
@@ -230,12 +244,12 @@ def harms(
     what: str, number: int, at_once: int, chance: random.Random, harm: Callable[[Crew, list[int]], bool], link: Link, *,
     workers: int = 4,
 ) -> Tries:  # fmt: skip
-    """``harm`` does it to these workers, and says whether others are to be started in their places."""
+    """``harm`` does it to ``at_once`` workers, and says whether others are to be started in their places."""
     tries = Tries(f"{what}, torchft")
     with made(link, workers) as places, tempfile.TemporaryDirectory() as folder:
         crew = Crew(Path(folder), places)
         try:
-            crew.await_average(0.0)
+            crew.begin()
             for _ in range(number):
                 time.sleep(chance.uniform(1.0, 2.0))
                 # The lighthouse is at the first one's place: a link that is cut there cuts it off from all.
@@ -282,6 +296,24 @@ def _stopped(crew: Crew, victims: list[int]) -> bool:
     return False
 
 
+def _stopped_for_ever(crew: Crew, victims: list[int]) -> bool:
+    for victim in victims:
+        crew.processes[victim].send_signal(signal.SIGSTOP)
+    time.sleep(5.0)
+    return True
+
+
+def _lighthouse_gone(crew: Crew, _: list[int]) -> bool:
+    """For 3 s, in which all go on; those that come back then find it where it was."""
+    crew.lighthouse.kill()
+    crew.lighthouse.wait()
+    time.sleep(1.0)
+    crew.await_average(time.time())
+    time.sleep(2.0)
+    crew.light()
+    return False
+
+
 def _cut_off(crew: Crew, victims: list[int]) -> bool:
     for state, seconds in (("down", 3.0), ("up", 0.0)):
         for victim in victims:
@@ -317,17 +349,24 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--hangs", type=int, default=0)
     parser.add_argument("--cuts", type=int, default=0)
+    parser.add_argument("--lighthouses", type=int, default=0)
     parser.add_argument("--elastic", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     chance = random.Random(args.seed)
     loopback, wire = Link.parse("loopback"), Link.parse("1Gbit")
     if args.elastic:
+        rows = [
+            ("SIGKILL of one of 4", args.kills, 1, _killed, loopback, 4),
+            ("SIGKILL of two of 4", args.pairs, 2, _killed, loopback, 4),
+            ("SIGSTOP for 5 s of one of 4", args.hangs, 1, _stopped, loopback, 4),
+            ("SIGSTOP for ever of one of 4", args.hangs, 1, _stopped_for_ever, loopback, 4),
+            ("lighthouse dead for 3 s", args.lighthouses, 0, _lighthouse_gone, loopback, 4),
+            ("link of one of 3 down 3 s", args.cuts, 1, _cut_off, wire, 3),
+        ]
         kinds = [
-            (args.kills, partial(harms, "SIGKILL of one of 4", args.kills, 1, chance, _killed, loopback)),
-            (args.pairs, partial(harms, "SIGKILL of two of 4", args.pairs, 2, chance, _killed, loopback)),
-            (args.hangs, partial(harms, "SIGSTOP for 5 s of one of 4", args.hangs, 1, chance, _stopped, loopback)),
-            (args.cuts, partial(harms, "link of one of 3 down 3 s", args.cuts, 1, chance, _cut_off, wire, workers=3)),
+            (number, partial(harms, what, number, at_once, chance, harm, link, workers=workers))
+            for what, number, at_once, harm, link, workers in rows
         ]
     else:
         kinds = [
@@ -342,6 +381,8 @@ def main() -> None:
             print(fault().line(), flush=True)
         except NoLinkError as error:
             print(f"left out: {error}", file=sys.stderr)
+        except LostError as error:
+            print(f"it did not begin: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 import prsgd
 from prsgd.comm import lighthouse, membership
+from prsgd.comm.quorum import Caller
 from prsgd.comm.sockets import listening
 from tests.ranks import free_port, warmed
 
@@ -100,7 +102,9 @@ class Worker:
     def __init__(self, id: int, crew: Crew, options: dict[str, Any]) -> None:
         self.id = id
         self.pipe, theirs = warmed().Pipe()
-        args = (theirs, id, crew.num_workers, crew.min_workers, f"127.0.0.1:{crew.port}", options)
+        self.calls = warmed().Event()
+        """Set whenever it asks the lighthouse who is there."""
+        args = (theirs, self.calls, id, crew.num_workers, crew.min_workers, f"127.0.0.1:{crew.port}", options)
         self.process = warmed().Process(target=life, args=args, daemon=True)
         self.process.start()
         theirs.close()
@@ -120,6 +124,13 @@ class Worker:
             raise Died(said)
         return said
 
+    def await_call(self) -> None:
+        """It is in a call, and waits for the others."""
+        self.calls.clear()
+        if not self.calls.wait(LIMIT_SECONDS):
+            raise TimeoutError(f"worker {self.id} did not call within {LIMIT_SECONDS:g} s")
+        time.sleep(0.5)  # what it asks is on its way
+
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
@@ -134,9 +145,19 @@ def _lighthouse(port: int) -> None:
     server.shutdown()
 
 
-def life(pipe: Connection, id: int, num_workers: int, min_workers: int, address: str, options: dict[str, Any]) -> None:
+def life(
+    pipe: Connection, calls: Event, id: int, num_workers: int, min_workers: int, address: str, options: dict[str, Any]
+) -> None:
     """A worker: takes the steps that it is told to, and tells where it is."""
     torch.set_num_threads(1)
+    ask = lighthouse.Lighthouse.ask
+
+    def called(self: lighthouse.Lighthouse, caller: Caller) -> tuple[str, list[Caller]] | None:
+        calls.set()
+        return ask(self, caller)
+
+    lighthouse.Lighthouse.ask = called  # type: ignore[method-assign]
+    options.pop("fault", _no_fault)()
     options = {"schedule": prsgd.every(4), **options}
     limit, state = options.pop("limit_seconds", None), options.pop("state", None)
     membership.START_SECONDS = options.pop("start_seconds", membership.START_SECONDS)
@@ -182,6 +203,36 @@ def life(pipe: Connection, id: int, num_workers: int, min_workers: int, address:
     pipe.send_bytes(said)
     pipe.close()
     os._exit(0)
+
+
+def _no_fault() -> None:
+    pass
+
+
+def hangs_while_it_is_told() -> None:
+    """To be given as ``fault``: the worker is stopped when it has heard how much it is to be told."""
+    do, left = membership.Group.do, [False, True]
+
+    def stopped(self: membership.Group, launch: Any) -> None:
+        if left and not left.pop():
+            os.kill(os.getpid(), signal.SIGSTOP)
+        do(self, launch)
+
+    membership.Group.do = stopped  # type: ignore[method-assign]
+
+
+def reaches_the_lighthouse_alone() -> None:
+    """To be given as ``fault``: as behind a firewall, the others are out of reach, when it first tries."""
+    reach, left = membership._client, [0]
+    membership.REST_TIMES = 1
+
+    def unreachable(store: str) -> Any:
+        if left:
+            left.pop()
+            raise prsgd.PeerError("the others do not answer")
+        return reach(store)
+
+    membership._client = unreachable
 
 
 def _saved(error: BaseException, local: prsgd.LocalSGD | None) -> str:

@@ -6,6 +6,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 import prsgd
 from prsgd.comm import lighthouse, parcel
 from prsgd.comm.quorum import Caller, plan
-from tests.crew import Answer, Crew, Died, Quadratic
+from tests.crew import Answer, Crew, Died, Quadratic, hangs_while_it_is_told, reaches_the_lighthouse_alone
 from tests.ranks import run_command, run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="the extra elastic is not installed")
@@ -52,11 +53,13 @@ def same(answers: dict[int, Answer]) -> Tensor:
     return first
 
 
-def come_in(crew: Crew, id: int, *others: int) -> tuple[dict[int, Answer], int]:
-    """The others go on, round by round, until this worker is among them; and how many rounds that took."""
-    for rounds in range(1, 100):
+def come_in(crew: Crew, id: int, *others: int, rests: bool = False) -> tuple[dict[int, Answer], int]:
+    """The others go on, round by round, until this worker is among them; and how many rounds that took: one, unless it
+    ``rests``, or has rounds of its own to end."""
+    crew.workers[id].await_call()
+    for rounds in range(1, 20):
         answers = crew.step(4, others)
-        if crew.workers[id].pipe.poll(0.1):
+        if crew.workers[id].pipe.poll(5 if rests else 30):
             return {**answers, id: crew.workers[id].hear()}, rounds
     raise AssertionError("it did not come in")
 
@@ -171,6 +174,134 @@ def test_a_worker_that_hangs_is_left_out_and_comes_back_by_itself() -> None:
         ended = crew.end([0, 1, 2])
         same(ended)
         assert ended[0].members[4:] == [(0, 2)] * (2 + rounds) + [(0, 1, 2)]
+
+
+def left_out(crew: Crew, id: int, *others: int, steps: int = 4) -> None:
+    """This worker is stopped in its round, of which it takes so many steps, while the others make an average."""
+    for _ in range(4):
+        crew.step(4)
+    crew.workers[id].signal(signal.SIGSTOP)
+    crew.workers[id].send(steps)
+    crew.step(4, others)
+    crew.workers[id].signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("fault", [hangs_while_it_is_told, reaches_the_lighthouse_alone])
+def test_a_newcomer_that_cannot_come_in_does_not_hold_the_others(fault: Callable[[], None]) -> None:
+    """They waited a minute for one, and for ever for the other."""
+    with Crew(3, {}, min_workers=2) as crew:
+        ready(crew, 0, 1, start_seconds=0.5)
+        for _ in range(4):
+            x = float(same(crew.step(4))[0])
+        (new,) = crew.start(2, fault=fault)
+        new.await_call()
+        for _ in range(2):
+            answers = crew.step(4, [0, 1])
+            assert max(answer.seconds for answer in answers.values()) < 30
+            x = mean(x, (0, 1))
+            assert same(answers)[0] == near(x)
+        if fault is hangs_while_it_is_told:
+            new.signal(signal.SIGCONT)
+        answers, _ = come_in(crew, 2, 0, 1, rests=True)
+        x = float(same(answers)[0])
+        assert same(crew.step(4))[0] == near(mean(x, (0, 1, 2)))
+        ended = crew.end([0, 1, 2])
+        same(ended)
+        assert ended[0].members[4:6] == [(0, 1), (0, 1)]
+
+
+def test_a_newcomer_that_hangs_in_its_first_round_is_held_to_the_others_limit() -> None:
+    """It knew of no rounds, and told the lighthouse for a minute that it was well."""
+    with Crew(3, {}, min_workers=2) as crew:
+        ready(crew, 0, 1, start_seconds=0.5)
+        for _ in range(4):
+            crew.step(4)
+        crew.start(2)
+        come_in(crew, 2, 0, 1)
+        answers = crew.step(4, [0, 1])
+        assert max(answer.seconds for answer in answers.values()) < 30
+        same(answers)
+        crew.workers[2].send(4)
+        answers, _ = come_in(crew, 2, 0, 1)
+        same(answers)
+        same(crew.end([0, 1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [({}, 0), ({"overlap": 1}, 3), ({"averaging": prsgd.easgd(0.5)}, 0)], ids=["0", "1", "easgd"]
+)
+def test_a_look_of_a_worker_that_was_left_out_shows_the_average_with_which_it_comes_back(
+    options: dict[str, Any], steps: int
+) -> None:
+    """It made the others' average a look, which ended the run for all; or it ended itself, with no word of why."""
+    with Crew(3, options, min_workers=1) as crew:
+        ready(crew, 0, 1, 2)
+        left_out(crew, 1, 0, 2, steps=steps)
+        crew.workers[1].hear()
+        crew.workers[1].send("look")
+        crew.workers[1].await_call()
+        before = crew.step(3, [0, 2])
+        after = crew.step(1, [0, 2])
+        shown = crew.workers[1].hear()
+        if not options:
+            assert torch.equal(shown, same(after))
+        elif options.get("overlap"):  # what they brought
+            assert shown[0] == near(float(before[0].x[0] + before[2].x[0]) / 2)
+        answers = crew.step(4) if steps == 0 else {**crew.step(1, [1]), **crew.step(4)}
+        assert {answer.round for answer in answers.values()} == {7}
+        for id in range(3):
+            crew.workers[id].send("look")
+        looks = [crew.workers[id].hear() for id in range(3)]
+        assert torch.equal(looks[0], looks[1])
+        assert torch.equal(looks[0], looks[2])
+        ended = crew.end([0, 1, 2])
+        same(ended)
+        assert ended[0].members[5:7] == [(0, 2), (0, 1, 2)]
+
+
+@pytest.mark.parametrize(("options", "steps"), [({}, 4), ({"overlap": 2}, 3), ({"overlap": 2}, 2)])
+def test_who_comes_back_at_the_last_average_has_ended_with_the_others(options: dict[str, Any], steps: int) -> None:
+    """It went on to an average, and the others compared their models: different calls, an error for all."""
+    with Crew(3, {**options, "done_timeout_seconds": 50.0}, min_workers=2) as crew:
+        ready(crew, 0, 1, 2)
+        left_out(crew, 1, 0, 2, steps=steps)
+        crew.workers[1].await_call()
+        for id in (0, 2):
+            crew.workers[id].send("end")
+        crew.workers[1].hear()
+        crew.step(4 - steps, [1])
+        crew.workers[1].send("end")
+        same({id: crew.workers[id].hear() for id in range(3)})
+
+
+def test_who_joins_at_the_last_average_has_ended_with_the_others() -> None:
+    """It waited an hour for as many as the run must have."""
+    with Crew(3, {"done_timeout_seconds": 50.0}, min_workers=2) as crew:
+        ready(crew, 0, 1, start_seconds=0.5)
+        crew.step(5)
+        (new,) = crew.start(2)
+        new.await_call()
+        for id in (0, 1):
+            crew.workers[id].send("end")
+        new.hear()
+        new.send("end")
+        same({id: crew.workers[id].hear() for id in range(3)})
+
+
+def test_who_comes_back_at_the_end_of_an_epoch_goes_on_with_the_others() -> None:
+    with Crew(3, {}, min_workers=1) as crew:
+        ready(crew, 0, 1, 2)
+        left_out(crew, 1, 0, 2)
+        crew.workers[1].await_call()
+        for id in (0, 2):
+            crew.workers[id].send("epoch")
+        crew.workers[1].hear()
+        crew.workers[1].send("epoch")
+        x = same({id: crew.workers[id].hear() for id in range(3)})
+        assert same(crew.step(4))[0] == near(mean(float(x[0]), (0, 1, 2)))
+        ended = crew.end([0, 1, 2])
+        same(ended)
+        assert ended[0].members[-1] == (0, 1, 2)
 
 
 def test_below_min_workers_the_run_waits() -> None:
@@ -376,6 +507,16 @@ def test_below_min_workers_only_averages_wait() -> None:
     """At a look nobody can come in, so that all would wait for ever."""
     assert taking(at(0, gone=2), min_workers=2) is None
     assert taking(at(0, gone=2, offers=False), min_workers=2) == ((0,), [])
+
+
+def test_who_could_not_come_in_is_waited_for_longer_the_next_time_and_rests_before() -> None:
+    leaders = at(0, peers=(0, 1), limit=1.5), at(1, peers=(0, 1), limit=2.0)
+    new = Caller("2:x", 2, failures=3)
+    assert taking(*leaders, new) == ((0, 1), [2])
+    assert taking(*leaders, replace(new, rests=True)) == ((0, 1), [])
+    found = plan("b", [*leaders, new], min_workers=1, num_workers=3)
+    assert found is not None
+    assert found.limit == 16.0
 
 
 def test_the_largest_min_workers_counts_for_all() -> None:

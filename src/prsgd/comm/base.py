@@ -13,6 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from prsgd.errors import PeerError
+
 T = TypeVar("T", covariant=True)
 S = TypeVar("S")
 
@@ -22,12 +24,12 @@ Combine = Callable[[Tensor, Tensor, range], Tensor]
 """All workers' lines (N, m, ...) and numbers (N, K), and the workers that own the lines -> (m, ...)"""
 
 
-class Missed(Exception):  # noqa: N818 - no error: it is taken care of
+class Missed(PeerError):  # noqa: N818 - no error where it is taken care of
     """The others have gone on without this worker, and one of them has told it ``state``: what it waits for is to be
     launched again with that, and is there then."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        super().__init__("the others went on without this worker")
+        super().__init__("the others have gone on without this worker: start it again")
         self.state = state
 
 

@@ -43,7 +43,10 @@ TIMES, TRANSFER_TIMES = 3, 5
 """Others are waited for so many times as long as the last rounds took, and a transfer may take so many times as long as
 the last ones did; twice as long after each that failed."""
 UNKNOWN_SECONDS = 60.0
-"""The limit while nothing is known of rounds, or of transfers of this size; and of telling somebody the state."""
+"""The limit while nothing is known of rounds."""
+REST_SECONDS, REST_TIMES, MOST_DOUBLINGS = 0.5, 2, 6
+"""A worker whose coming in has failed rests at least so long, or so many times as long as it held the others, before it
+tries again; twice as long, and it is waited for twice as long, after each that failed, so many times at most."""
 START_SECONDS = 10.0
 """How long all workers are waited for when a run begins, after the first."""
 CONNECT_SECONDS = 5.0
@@ -99,6 +102,8 @@ class Membership:
         self._plan_of = partial(plan, min_workers=min_workers, num_workers=num_workers)
         self._rounds: deque[float] = deque(maxlen=9)
         self._transfers: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=9))
+        self._heard_seconds = UNKNOWN_SECONDS
+        """The limit of those that told this worker the state."""
         self._met_at: float | None = None
         self._averaged_at: float | None = None
         self._calling = False
@@ -109,6 +114,8 @@ class Membership:
         self._errands = Errands()
         self._connection: Connection | None = None
         self._plan: Plan | None = None
+        self._rests_until, self._failure = 0.0, ""
+        """Why this worker did not come in, the last time."""
         self.seen = "nobody called"
         """Who was there when this worker asked last."""
 
@@ -117,7 +124,7 @@ class Membership:
         """How long the others are waited for."""
         if self._given_seconds is not None:
             return self._given_seconds
-        return max(FLOOR_SECONDS, TIMES * median(self._rounds)) if len(self._rounds) > 1 else UNKNOWN_SECONDS
+        return max(FLOOR_SECONDS, TIMES * median(self._rounds)) if len(self._rounds) > 1 else self._heard_seconds
 
     def call(self, what: str, run: Run, device: torch.device, state: State | None, launched: int = 0) -> Future[None]:
         """Make a call; what came of it is in ``met`` then. ``state``: what those are told that come in with it."""
@@ -144,11 +151,16 @@ class Membership:
         try:
             for failures in itertools.count():
                 found = self._meet(ours, began)
-                limit = self._transfer_limit(found) * 2**failures
+                limit = found.limit if found.behind else self._transfer_limit(found.call) * 2**failures
+                met_at = time.monotonic()
                 try:
                     told = self._attempt(found, run, device, state, limit)
-                except PeerError:
+                except PeerError as error:
+                    # The others wait longer than this one knows for a connection that it cannot open.
+                    held = CONNECT_SECONDS if self._connection is None else min(limit, time.monotonic() - met_at)
                     self._drop()
+                    if self._is_behind(found):
+                        self._rest(held, error)
                     continue
                 self._note(found, ours.offers)
                 self.met = Met(found, told)
@@ -165,11 +177,13 @@ class Membership:
             if not first_try:
                 time.sleep(AGAIN_SECONDS)
                 gone = max(gone, 0 if self._connection is None else self._connection.lost_links())
-            own = self._self
+            own, since = self._self, max(began, self._rests_until)
             patience = self._patience(began) if own.newest else START_SECONDS
             caller = replace(
                 ours, calls=own.calls, newest=own.newest, peers=own.peers, group=own.group, size=own.size, gone=gone,
-                began=own.began, is_tired=time.monotonic() - began > patience,
+                began=own.began, is_tired=time.monotonic() - since > patience, failures=own.failures,
+                limit=max(self.limit_seconds, self._transfer_limit(ours.call)),
+                rests=time.monotonic() < self._rests_until,
             )  # fmt: skip
             first_try = False
             try:
@@ -202,6 +216,8 @@ class Membership:
         own = self._self
         if any(c.worker == own.worker and c.replica != own.replica for c in callers):
             return f"another process is worker {own.worker} already"
+        if self._failure:
+            return f"the others have begun, and this worker could not come in ({self._failure})"
         return f"{len(callers)} workers called, of at least {self._min_workers}"
 
     def _without_lighthouse(self, last: Plan, caller: Caller) -> Plan:
@@ -216,13 +232,15 @@ class Membership:
         assert own is not None
         connection = self._connected(found, own)
         told = None
+        # One after the other is told, and who hangs meanwhile is found out by the one that tells it.
+        wait_seconds = limit_seconds if own == found.source else limit_seconds * (1 + len(found.behind))
+        group = Group(connection, device, wait_seconds)
         if found.behind and own == found.source:
             assert state is not None
-            self._tell(Group(connection, device, UNKNOWN_SECONDS), found.behind, state())
+            self._tell(group, found.behind, state())
         elif own in found.behind:
-            told = self._listen(Group(connection, device, UNKNOWN_SECONDS), found.source)
+            told = self._listen(group, found.source)
         began = time.monotonic()
-        group = Group(connection, device, limit_seconds)
         run(group, found)
         vote = torch.ones(1, dtype=torch.int64, device=device)
         group.do(lambda g: g.allreduce([vote]))
@@ -230,13 +248,21 @@ class Membership:
             self._transfers[found.call].append(time.monotonic() - began)
         return told
 
-    def _transfer_limit(self, found: Plan) -> float:
-        if self._given_seconds is not None:
-            return self._given_seconds
-        known = self._transfers[found.call]
-        if found.behind or not known:
-            return UNKNOWN_SECONDS
+    def _transfer_limit(self, call: str) -> float:
+        known = self._transfers[call]
+        if self._given_seconds is not None or not known:
+            return self.limit_seconds
         return max(FLOOR_SECONDS, TRANSFER_TIMES * median(known))
+
+    def _is_behind(self, found: Plan) -> bool:
+        return found.rank(self._self.replica) in found.behind
+
+    def _rest(self, held_seconds: float, error: PeerError) -> None:
+        """This worker could not come in: the others go on without it meanwhile."""
+        self._failure = str(error)
+        self._self = replace(self._self, failures=min(self._self.failures + 1, MOST_DOUBLINGS))
+        rest = max(REST_SECONDS, REST_TIMES * held_seconds) * 2**self._self.failures
+        self._rests_until = time.monotonic() + rest
 
     def _connected(self, found: Plan, own: int) -> Connection:
         if self._connection is not None and found.group and found.group == self._self.group:
@@ -258,6 +284,9 @@ class Membership:
     def _note(self, found: Plan, is_average: bool) -> None:
         """It was made, by all."""
         now = time.monotonic()
+        if self._is_behind(found):
+            self._heard_seconds = max(leader.limit for leader in found.leaders)
+            self._failure, self._averaged_at = "", None  # it was in no round of theirs
         if is_average:
             if self._averaged_at is not None:
                 self._rounds.append(now - self._averaged_at)
@@ -265,7 +294,9 @@ class Membership:
         self._met_at, self._plan = now, found
         peers = tuple(caller.worker for caller in found.callers)
         run_began = found.leaders[0].began or self._self.began or _moment(found.name)
-        self._self = replace(self._self, calls=found.calls + 1, newest=found.name, peers=peers, gone=0, began=run_began)
+        self._self = replace(
+            self._self, calls=found.calls + 1, newest=found.name, peers=peers, gone=0, began=run_began, failures=0
+        )
 
     def _is_well(self) -> bool:
         """Is the lighthouse to wait for this worker? Not if it should have called long ago."""

@@ -53,6 +53,12 @@ class Caller:
     """How many of its connections have ended."""
     is_tired: bool = False
     """Has it waited long enough for those that are missing?"""
+    limit: float = 0.0
+    """For so many seconds one that hangs may hold it."""
+    failures: int = 0
+    """How many times in a row it was to come in, and that failed."""
+    rests: bool = False
+    """Does it give the others time before it tries to come in again?"""
 
     def told(self) -> dict[str, Any]:
         """As the lighthouse carries it."""
@@ -94,6 +100,13 @@ class Plan:
         """The ranks of those that are told."""
         return [rank for rank, caller in enumerate(self.callers) if caller not in self.leaders]
 
+    @property
+    def limit(self) -> float:
+        """How long each of those that are told may hold the leaders: as one of them may, and longer after each time
+        that it failed. All find the same, a newcomer too, which knows nothing of rounds."""
+        failures = max((self.callers[rank].failures for rank in self.behind), default=0)
+        return float(max(leader.limit for leader in self.leaders) * 2**failures)
+
     def rank(self, replica: str) -> int | None:
         """Of this process; None: it does not take part."""
         return next((rank for rank, caller in enumerate(self.callers) if caller.replica == replica), None)
@@ -115,7 +128,8 @@ def plan(name: str, callers: Sequence[Caller], *, min_workers: int, num_workers:
     leaders = _leaders(known) if known else _founders(callers)
     may_come = not known or all(c.offers for c in leaders)
     # Only who wants to join, or does what the leaders do: another call would not fit into their group.
-    late = [c for c in callers if known and may_come and c not in leaders and c.call in ("", leaders[0].call)]
+    others = [c for c in callers if c not in leaders and not c.rests]
+    late = [c for c in others if known and may_come and c.call in ("", leaders[0].call)]
     taking = sorted([*leaders, *late], key=lambda c: c.replica)
     expected = {peer for c in leaders for peer in c.peers} if known else set(range(num_workers))
     missing = expected - {c.worker for c in callers}

@@ -56,6 +56,8 @@ class Average:
     """What came back, once somebody waited for it."""
     announced: bool = False
     """Its header was read."""
+    missed: bool = False
+    """Is it another than this worker called for, which the others had gone on without?"""
     outliers: tuple[int, ...] = ()
     """The ids of those of all workers that the averaging left out, as its header tells."""
     step: int = 0
@@ -80,6 +82,15 @@ class Average:
         """Were all workers done?"""
         assert self.landing is not None
         return self.landing.header.sums.done == self.members
+
+    @property
+    def ends_it(self) -> bool:
+        """Were all others done when this worker came back? Then it has ended with them."""
+        return self.missed and self.is_last
+
+    def gives_up(self, i: int) -> bool:
+        """Does hosted worker i take the target itself, whatever it has done since its snapshot?"""
+        return self.bad[i] or self.ends_it
 
     @property
     def is_look(self) -> bool:
@@ -224,6 +235,7 @@ class Averages:
             return average.work.wait(self.limit_seconds)
         except Missed as missed:
             self.hear(missed.state)
+            average.missed = True
             average.counts = (False,) * len(average.counts)
             average.work = average.again()
             return average.work.wait(self.limit_seconds)
@@ -302,7 +314,7 @@ class Averages:
         target = target if target.dim() == 1 else target[i]
         # What was done to its model since the snapshot stays, be it a step or an edit of the user's (a mask, a clamp):
         # x_i += target - snap_i, which in floating point is not the target itself where x_i is snap_i.
-        if not average.bad[i] and (self.accounts[i].moved or self.snapshots.has_moved(i, average.snap)):
+        if not average.gives_up(i) and (self.accounts[i].moved or self.snapshots.has_moved(i, average.snap)):
             distance = subtract_from(target, average.snap[i])
             rows.add(i, average.snap[i])
         else:
@@ -347,6 +359,8 @@ class Averages:
         """Errors leave with the round and the worker in front."""
         try:
             yield
+        except Missed:
+            raise
         except (PeerError, MismatchError) as error:
             if str(error).startswith("round "):
                 raise

@@ -33,8 +33,8 @@ from prsgd.replicas.rows import Rows
 from prsgd.schedules.base import Learns, Schedule
 
 _PLAIN = (
-    "members", "who", "announced", "step", "period", "overlap", "wait_seconds", "copy_seconds", "flight_seconds",
-    "drift", "drifts", "reason", "outliers",
+    "members", "who", "announced", "missed", "step", "period", "overlap", "wait_seconds", "copy_seconds",
+    "flight_seconds", "drift", "drifts", "reason", "outliers",
 )  # fmt: skip
 """Of an ``Average``, as it is."""
 

@@ -53,19 +53,22 @@ class Lanes:
         """All hosted workers are done: answer the others until all are, on every lane."""
         for lane in self._in_turn():
             lane.loop.wind_up()
-        open_lanes = set(self._lanes)
+        open_lanes = {lane for lane in self._lanes if not lane.loop.has_ended}
         while open_lanes:
             lane = self._in_turn()[0]
             if lane.loop.answer():
                 open_lanes.discard(lane)
         for lane in self._in_turn():
-            lane.loop.end()
+            if not lane.loop.has_ended:
+                lane.loop.end()
+            lane.loop.has_ended = False
 
     def join(self) -> None:
         """A worker that comes in has nothing yet, and answers the average that it was told of."""
         for lane in self._lanes:
             if lane.loop.answer():
                 lane.loop.end()
+                lane.loop.has_ended = True
 
     def drop(self) -> None:
         """Give up what is under way."""

@@ -233,7 +233,8 @@ class LocalSGD:
         self._hooks.check()
         with self._clock.paused():
             with self._guarded():
-                shown = look(self._lanes, self._host, lambda: self._clock.gathered(self.round + 1))
+                gathered = lambda: self._clock.gathered(self.round + 1)  # noqa: E731
+                shown = look(self._lanes, self._host, gathered, self._come_in)
             self._phase = "in consensus"
             self._hooks.refusal = "optimizer.step() inside consensus(): the step would be lost when it ends"
             try:
@@ -296,21 +297,26 @@ class LocalSGD:
         """Alg. 1 line 1: x_i^0 = y-bar."""
         words = [*self._parts.words, f"{self._comm.num_workers} workers"]
         entries = alike(self._host, self._lanes, words)
-        newcomers = Newcomers(entries, self._host, self._lanes, self._hooks)
+        self._newcomers = Newcomers(entries, self._host, self._lanes, self._hooks)
         told = self._comm.join(self._host.rows.device, self.launched)
         if told is None:
             known = "a state" if self._loaded else "other workers' state" if self._inherited else ""
             state = f"{known} loaded after {self.launched} averages" if known else "no state loaded"
             enter(self._comm, self._host, self._lanes, [*entries, state], fresh=not self._loaded)
-        else:
-            newcomers.join(told)
         self._hooks.hook(self._lanes)
         self._clock.begin()
-        if told is not None:
-            self._roll.dismiss()
-            self._lanes.join()
-            self._roll.reopen()
-            self._lanes.reopen()
+        if told is None:
+            self._hooks.advance()
+        else:
+            self._come_in(told)
+
+    def _come_in(self, told: Mapping[str, Any]) -> None:
+        """Begin where the others are: land the average in which they are, and open the next round."""
+        self._newcomers.join(told)
+        self._roll.dismiss()
+        self._lanes.join()
+        self._roll.reopen()
+        self._lanes.reopen()
         self._hooks.advance()
 
     def _end(self) -> None:

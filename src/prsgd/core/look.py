@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from prsgd.comm.base import Missed
 from prsgd.core.lanes import Lanes
 from prsgd.replicas.host import Host
 
@@ -33,13 +35,18 @@ class Shown:
             module.training = training
 
 
-def look(lanes: Lanes, host: Host, gathered: Callable[[], None]) -> Shown:
-    """All workers meet; ``gathered`` is called when they have."""
+def look(lanes: Lanes, host: Host, gathered: Callable[[], None], come_in: Callable[[Mapping[str, Any]], None]) -> Shown:
+    """All workers meet; ``gathered`` is called when they have. Where the others are past that, this one comes in again
+    with what it is told: then its model is that of the average with which it does."""
     model = host.modules[0]
     modes = [(module, module.training) for module in model.modules()]
     # What is made here may outlive an inference mode in which the user looks.
     with torch.inference_mode(False), torch.no_grad():
-        found = lanes.look()
+        try:
+            found = lanes.look()
+        except Missed as missed:
+            come_in(missed.state)
+            found = []
         gathered()
         parts = [lane.show(landing) for lane, landing in found]
     host.show_consensus(True)

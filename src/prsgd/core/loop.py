@@ -17,6 +17,7 @@ A loop is over one *lane*: the part of the hosted workers' models that travels t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from prsgd.averaging.base import Landing
 from prsgd.clocks.base import Timekeeper
@@ -56,6 +57,8 @@ class Loop:
         """Is it this lane's turn on the hosted worker at this place?"""
         self.clear: Callable[[], None] = _nothing
         """Waits for what other lanes have under way."""
+        self.has_ended = False
+        """Did this worker come in at the others' last average, and has ended with them? Until it takes another step."""
 
     # Steps
 
@@ -79,6 +82,7 @@ class Loop:
             self._accounts[i].moved = True
         for i in stepped:
             self.paces[i].steps += 1
+            self.has_ended = False
         # At most steps nobody has anything to do.
         return any(pace.is_turn(self._clock, id) for pace, id in zip(self.paces, self._roll.ids))
 
@@ -183,11 +187,14 @@ class Loop:
             self.paces[i].opened_seconds += self._clock(self._roll.ids[i]) - seconds
         if not average.to_land:
             self._complete(average)
+            if average.ends_it:
+                self.end()
+                self.has_ended = True
 
     def _voids_step(self, i: int, average: Average) -> bool:
         """Is the step that it lands in none, since its gradient is of a model that is given up? Of one that travels in
         fragments this is only a part: the worker is idle in its steps until all are replaced (``Roll.ailing``)."""
-        return average.bad[i] and self.fragments == 1
+        return average.gives_up(i) and self.fragments == 1
 
     def _touch_down(self, i: int, average: Average, *, in_step: bool) -> None:
         pace = self.paces[i]
@@ -221,8 +228,12 @@ class Loop:
     # Where all workers meet
 
     def look(self) -> Landing:
-        """The exact mean of all workers' models as they are now."""
+        """The exact mean of all workers' models as they are now; where this one was left out, that of what the others
+        brought to the average with which it came back."""
+        average = self.average
         self.arrive()  # workers that are done have landed it then, and count as they do after that
+        if average is not None and average.missed:  # the others are past the look
+            return replace(average.arrived, target=average.arrived.exact)
         return self._meeting.look()
 
     def wind_up(self) -> None:

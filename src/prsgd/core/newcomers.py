@@ -42,8 +42,10 @@ class Newcomers:
             raise MismatchError(difference("this worker", self._alike, "another", theirs))
         write_model_bytes(self._host.modules, state["model"])
         self._lanes.drop()
-        for pace in (pace for lane in self._lanes for pace in lane.paces):
-            pace.snap, pace.round = None, None
+        for lane in self._lanes:
+            for pace, account in zip(lane.paces, lane.averages.accounts):
+                pace.snap, pace.round = None, None
+                account.seen = account.pooled = pace.steps  # it brings none of its own
         self.hear(state)
 
     def hear(self, state: Mapping[str, Any]) -> None:
