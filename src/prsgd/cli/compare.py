@@ -39,6 +39,7 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     with refusing("compare"):
         configs, folder, at_once = _ask(args)
+    from prsgd import tasks
     from prsgd.cli.display import Display, number_of
     from prsgd.cli.running import STOPPED, failing, interruptible
     from prsgd.lab.compare import compare
@@ -46,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
     from prsgd.lab.pool import Failure
 
     names = [f"{c.label}, seed {c.seed}" for c in configs]
+    metric = tasks.find(configs[0].task).metric
     print(f"{_what(configs)}: {number_of(len(configs), 'run')} in {folder}", file=sys.stderr)
-    with interruptible() as asked, failing("compare", folder), Display(names) as display:
+    with interruptible() as asked, failing("compare", folder), Display(names, metric) as display:
 
         def finished(number: int, result: Any) -> None:
             if isinstance(result, Failure):

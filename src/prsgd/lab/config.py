@@ -7,7 +7,8 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from prsgd import cluster as clusters
 from prsgd import tasks
@@ -15,6 +16,9 @@ from prsgd._check import from_zero_to, nearest, one_of, positive, shown, whole_n
 from prsgd.averaging.base import Setting
 from prsgd.data import splits
 from prsgd.lab import methods, recipe
+
+if TYPE_CHECKING:
+    from prsgd.tasks.base import Task
 
 LARGEST = 1e30
 """Of what is multiplied with float32 numbers."""
@@ -52,6 +56,12 @@ class Config:
     """Of SGD; of AdamW its first beta."""
     weight_decay: float | None = None
     split: str = "iid"
+    data: str | None = None
+    """A file of the user's own, for a task that takes one."""
+    data_sha256: str | None = None
+    """Of that file, when the run was begun."""
+    look: int | None = None
+    """Steps of each worker between two evaluations; an epoch, unless the task has its own."""
     seed: int = 0
     processes: int = 1
     cluster: str | None = None
@@ -98,6 +108,8 @@ class Config:
             epochs=None if self.steps is not None else _or(self.epochs, usual["epochs"]),
             batch_size=_or(self.batch_size, usual["batch_size"]),
             optimizer=optimizer,
+            look=_or(self.look, usual.get("look")),
+            **self._file(task),
             **{
                 name: _or(getattr(self, name), usual[name]) for name in _FLOATS + ("recipe", "warmup") * method.keeps_lr
             },
@@ -110,6 +122,16 @@ class Config:
     def modelled(self) -> clusters.Cluster | None:
         """The cluster; None: the machine itself."""
         return None if self.cluster is None else clusters.load(self.cluster, self.workers)
+
+    def _file(self, task: Task) -> dict[str, Any]:
+        """The user's own: by its whole path, since a run may be continued from another folder, and as it is now."""
+        if self.data is None:
+            return {}
+        if task.read is None:
+            raise ValueError(f"task {self.task} takes no data of your own, got {shown(self.data)}")
+        if self.data_sha256 is not None:
+            return {}
+        return {"data": str(Path(self.data).resolve()), "data_sha256": tasks.sha256_of(self.data)}
 
     def _period(self, method: methods.Method) -> int | None:
         if method.by_clock and self.seconds is not None:
@@ -135,7 +157,7 @@ class Config:
 
     def _check(self) -> None:
         whole_number("workers", self.workers, at_least=1, at_most=MOST_WORKERS)
-        for name in ("period", "epochs", "steps", "batch_size", "processes"):
+        for name in ("period", "epochs", "steps", "batch_size", "processes", "look"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), at_least=1, at_most=MOST)
         whole_number_or_auto("overlap", self.overlap, at_least=0, at_most=MOST)

@@ -14,7 +14,7 @@ from prsgd.report.series import Group, differing
 _OPTIONS = (
     "task", "model", "method", "workers", "period", "overlap", "switch", "epochs", "steps", "batch_size", "lr",
     "momentum", "weight_decay", "optimizer", "recipe", "warmup", "clip", "accumulate", "split", "processes", "cluster",
-    "seconds", "weights",
+    "seconds", "weights", "data", "look",
 )  # fmt: skip
 _VARIED = ("method", "period", "overlap")
 _USUAL = {
@@ -143,6 +143,8 @@ def split_sentence(split: str) -> str:
             "the smaller the number, the fewer classes a worker sees."
         )
     known = {
+        "era": "Each worker keeps an era of its own: the samples stand in the order of time, and are cut into equal "
+        "shares.",
         "pool": "All workers draw from one pool that holds all samples.",
         "iid": "In each epoch the samples are dealt out anew at random, in equal shares (iid).",
     }
