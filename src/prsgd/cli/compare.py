@@ -146,13 +146,16 @@ def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
 
 def variants(given: dict[str, Any]) -> list[Config]:
     """Every method with every period and overlap, for every seed; methods without a period once."""
+    from prsgd import tasks
     from prsgd.lab import methods
     from prsgd.lab.config import Config
 
     values = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
     names = values.pop("method", ["pr-sgd"])
     if names == ["all"]:
-        names = list(methods.METHODS)
+        [own] = values.get("optimizer", [None])
+        [task] = values.get("task", ["digits"])
+        names = methods.of_optimizer(own or tasks.find(task).defaults.get("optimizer", "sgd"))
     elif "all" in names:
         raise ValueError(f"method all stands alone, got {', '.join(map(shown, names))}")
     periods = values.pop("period", None)

@@ -56,6 +56,7 @@ class Option:
 _METHODS = f"{', '.join(METHODS)} (pr-sgd); prsgd methods tells what they are"
 _OVERLAPS = "; ".join(["0", *(f"{name} {method.overlap}" for name, method in METHODS.items() if method.overlap)])
 _SWITCHING = " or ".join(name for name, method in METHODS.items() if method.switches)
+_OUTER = ", ".join(name for name, method in METHODS.items() if method.is_outer)
 _BY_CLOCK = " or ".join(name for name, method in METHODS.items() if method.by_clock)
 
 OPTIONS = (
@@ -83,6 +84,8 @@ OPTIONS = (
         several=True,
     ),
     Option("switch", HOW, f"when {_SWITCHING} switches: after T steps, or a fraction of the run (0.5)", "T", number),
+    Option("outer_lr", HOW, f"of the outer optimizer of {_OUTER} (0.7; slowmo 1)", kind=float),
+    Option("outer_momentum", HOW, "of the same (0.9; slowmo 0.7)", "M", float),
     Option(
         "epochs",
         HOW,

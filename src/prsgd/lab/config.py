@@ -71,6 +71,9 @@ class Config:
     weights: str = "uniform"
     switch: int | float | None = None
     """Of a method with two phases: steps of each worker before it, or a fraction of the run; the method's own."""
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    """Of a method whose averages are steps of an outer optimizer; the method's own."""
     optimizer: str | None = None
     """What this is decides on what else is usual: lr, recipe, warmup, weight_decay and clip."""
     recipe: str | None = None
@@ -87,7 +90,9 @@ class Config:
         task, method = tasks.find(self.task), methods.find(self.method)
         model = self.model if self.model is not None else next(iter(task.models))
         one_of("model", model, task.models)
-        optimizer = _or(self.optimizer, task.defaults.get("optimizer", "sgd"))
+        optimizer = _or(self.optimizer, method.optimizer or task.defaults.get("optimizer", "sgd"))
+        if method.optimizer not in (None, optimizer):
+            raise ValueError(f"method {self.method} is one of {method.optimizer}, got optimizer {shown(optimizer)}")
         ours = recipe.OPTIMIZERS[one_of("optimizer", optimizer, recipe.OPTIMIZERS)]
         usual: dict[str, Any] = {"batch_size": 32, "momentum": 0.9, "epochs": 10, **asdict(ours), **task.defaults}
         if self.steps is not None and self.epochs is not None:
@@ -115,7 +120,8 @@ class Config:
             },
         )
         found._check()
-        floats: dict[str, Any] = {name: float(getattr(found, name)) for name in _FLOATS}
+        given = [name for name in ("outer_lr", "outer_momentum") if getattr(found, name) is not None]
+        floats: dict[str, Any] = {name: float(getattr(found, name)) for name in (*_FLOATS, *given)}
         found = dataclasses.replace(found, **floats)  # a whole number in a file stands for one
         return dataclasses.replace(found, seconds=found._seconds()) if method.by_clock else found
 
@@ -165,6 +171,10 @@ class Config:
             raise ValueError(f"seed must be below 2^63, got {shown(self.seed)}")
         if positive("lr", self.lr) > LARGEST:
             raise ValueError(f"lr must be at most {LARGEST:g}, got {self.lr!r}")
+        if self.outer_lr is not None and positive("outer_lr", self.outer_lr) > LARGEST:
+            raise ValueError(f"outer_lr must be at most {LARGEST:g}, got {self.outer_lr!r}")
+        if self.outer_momentum is not None:
+            from_zero_to("outer_momentum", self.outer_momentum, 1.0)
         from_zero_to("momentum", self.momentum, 1.0)
         from_zero_to("weight_decay", self.weight_decay, LARGEST)
         from_zero_to("clip", self.clip, LARGEST)
@@ -243,6 +253,8 @@ class Config:
             seed=self.seed,
             num_steps=num_steps,
             switch=self.switch,
+            outer_lr=self.outer_lr,
+            outer_momentum=self.outer_momentum,
         )
         return methods.find(self.method).build(given)
 

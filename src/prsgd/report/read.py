@@ -179,7 +179,7 @@ _WHOLE = {
     **dict.fromkeys(("seed", "overlap"), 0),
 }
 """The least that each can be."""
-_NUMBERS = ("lr", "momentum", "weight_decay", "seconds", "switch", "warmup", "clip")
+_NUMBERS = ("lr", "momentum", "weight_decay", "seconds", "switch", "outer_lr", "outer_momentum", "warmup", "clip")
 
 
 def _read_run(folder: Path) -> Run:
