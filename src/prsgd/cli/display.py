@@ -53,7 +53,7 @@ class Display:
         """Where a run is."""
         seen = progress.evaluation
         self._cells[number] = (
-            f"{progress.epoch:.1f} of {progress.num_epochs:g}"
+            f"{progress.epoch:.1f} of {progress.num_epochs:.4g}"
             if progress.num_epochs >= 1
             else f"{progress.epoch:.3g} of {progress.num_epochs:.3g}",
             str(progress.round),
