@@ -211,7 +211,7 @@ BAD = [
     (["data", "get", "fashion-mnist", "--from", "text.txt"], "text.txt"),
     (["data", "get", "fashion-mnist", "--from", "folder"], "folder has no train-images-idx3-ubyte"),
     (["data", "get", "cifar10", "--from", ""], "argument --from: must be a path, got ''"),
-    (["data", "path", ""], "data set must be one of 'cifar10', 'fashion-mnist', got ''"),
+    (["data", "path", ""], "data set must be one of 'cifar10', 'fashion-mnist', 'text', got ''"),
     (["data", "fetch"], "argument list|get|path: invalid choice: 'fetch'"),
     ([""], "unknown command ''"),
 ]

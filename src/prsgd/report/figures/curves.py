@@ -44,21 +44,21 @@ FIGURES: tuple[Figure[Sequence[Group], Chart], ...] = (
     chart_figure(
         "loss-against-bytes",
         "Training loss against bytes sent",
-        "The same losses, against what each worker had sent by then. Further left is cheaper; both axes are "
+        "The training losses, against what each worker had sent by then. Further left is cheaper; both axes are "
         "logarithmic.",
         curves.loss_against_bytes,
     ),
     chart_figure(
         "loss-against-modelled-seconds",
         "Training loss against modelled seconds",
-        "The same losses, against the time that the modelled cluster would have needed: computing, waiting for the "
+        "The training losses, against the time that the modelled cluster would have needed: computing, waiting for the "
         "slowest, and averaging.",
         curves.loss_against_modelled_seconds,
     ),
     chart_figure(
         "loss-against-seconds",
         "Training loss against seconds",
-        "The same losses, against the time that the processes took; each slept until its steps had taken what they "
+        "The training losses, against the time that the processes took; each slept until its steps had taken what they "
         "take on the cluster.",
         curves.loss_against_seconds,
     ),
