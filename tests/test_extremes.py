@@ -160,7 +160,7 @@ BAD = [
     (["train", "--lr", "x"], "argument --lr: must be a number, got 'x'"),
     (["train", "--weight-decay", "1e308"], "weight_decay must be in [0, 1e+30), got 1e+308"),
     (["train", "--method", "pr-sgd-timed", "--seconds", "nan"], "seconds must be a finite number > 0, got nan"),
-    (["train", "--split", ""], "split must be pool, iid or dirichlet:ALPHA, got ''"),
+    (["train", "--split", ""], "split must be pool, iid, era or dirichlet:ALPHA, got ''"),
     (["train", "--split", "dirichlet:1e309"], "split must have a finite number > 0 after dirichlet:"),
     (["train", "--task", ""], "task must be one of 'digits'"),
     (["train", "--cluster", ""], "cluster must be a file or one of lan-1g"),
