@@ -32,6 +32,11 @@ POINT = 1.0
 Row = dict[str, Any]
 
 
+def _of(summary: Row, name: str) -> Any:
+    """A summary calls its scores by no metric's name."""
+    return summary[name] if name in summary else summary[name.replace("accuracy", "score")]
+
+
 def add(folders: Iterable[Path], place: Path) -> int:
     """Put the finished runs among ``folders`` into the file; returns how many were new."""
     rows: list[Row] = json.loads(place.read_text()) if place.exists() else []
@@ -40,7 +45,7 @@ def add(folders: Iterable[Path], place: Path) -> int:
     for folder in folders:
         if (folder / files.SUMMARY).exists():
             config, summary = (json.loads((folder / name).read_text()) for name in (files.CONFIG, files.SUMMARY))
-            row = {name: config[name] for name in CONFIG} | {name: summary[name] for name in SUMMARY}
+            row = {name: config[name] for name in CONFIG} | {name: _of(summary, name) for name in SUMMARY}
             if _identity(row) not in known:
                 new.append(row)
     rows = sorted([*rows, *new], key=lambda row: [str(part).rjust(20) for part in _identity(row)])

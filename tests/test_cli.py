@@ -113,7 +113,7 @@ def test_toml_and_options(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["config"]["workers"], found["config"]["batch_size"], found["config"]["epochs"]) == (4, 16, 1)
-    assert found["test_accuracy"] == summary(tmp_path / "a")["test_accuracy"]
+    assert found["test_score"] == summary(tmp_path / "a")["test_score"]
     (tmp_path / "all.toml").write_text('workers = 4\nepochs = 1\nseeds = 2\nout = "b"\njson = true\n')
     done = prsgd("train", "--config", "all.toml", cwd=tmp_path)
     assert (json.loads(done.stdout)["folder"], json.loads(done.stdout)["config"]["seed"]) == ("b", 2)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("warm_launch")
 
 
 def progress(step: int) -> Progress:
-    seen = Evaluation(epoch=step / 10, step=step, train_loss=2.3, test_loss=2.3, test_accuracy=0.1, seconds=1.0)
+    seen = Evaluation(epoch=step / 10, step=step, train_loss=2.3, test_loss=2.3, test_score=0.1, seconds=1.0)
     return Progress(
         step=step, num_steps=40, epoch=step / 10, num_epochs=4, round=step // 8, evaluation=seen, seconds=1.0,
         seconds_left=None,

@@ -73,7 +73,7 @@ def test_a_run_is_the_loop_a_user_would_write(tmp_path: Path) -> None:
         loss = float(cross_entropy(model(data.train_x), data.train_y))
         accuracy = float((model(data.test_x).argmax(1) == data.test_y).float().mean())
     assert summary.train_loss == pytest.approx(loss, rel=1e-5)
-    assert summary.test_accuracy == pytest.approx(accuracy)
+    assert summary.test_score == pytest.approx(accuracy)
     assert (summary.steps, summary.rounds) == (steps, len(local.records))
     assert summary.bytes_sent == sum(r.bytes_sent for r in local.records)
     assert summary.samples == 3 * shards.steps_per_epoch * 4 * 8
@@ -172,6 +172,7 @@ CASES = [
     {"task": "synthetic", "model": "wells", "momentum": 0.5},
     {"optimizer": "adamw", "lr": 0.003, "recipe": "cosine", "warmup": 7, "clip": 0.5, "accumulate": 4, "overlap": 2},
     {"optimizer": "adamw", "lr": 0.003, "method": "pr-sgd-momentum", "recipe": "cosine", "overlap": 1},
+    {"task": "text", "model": "tiny", "data": __file__, "split": "era", "batch_size": 1, "look": 7, "lr": 0.01},
 ]
 
 
@@ -238,7 +239,7 @@ def test_two_processes_train_what_one_does_and_stop_and_continue(tmp_path: Path)
 
     unbroken = spread(tmp_path / "unbroken")
     assert unbroken.train_loss == pytest.approx(alone.train_loss, rel=1e-5)
-    assert unbroken.test_accuracy == pytest.approx(alone.test_accuracy, abs=0.01)
+    assert unbroken.test_score == pytest.approx(alone.test_score, abs=0.01)
     assert (unbroken.rounds, unbroken.bytes_sent, unbroken.samples) == (alone.rounds, alone.bytes_sent, alone.samples)
     with pytest.raises(Stopped, match=f"after step {1437 // 32}$"):  # the first epoch's end: all agree
         spread(tmp_path / "broken", stop=True)
@@ -252,7 +253,7 @@ def test_an_observer_sees_it_move(tmp_path: Path) -> None:
     assert [p.step for p in seen] == sorted(p.step for p in seen)
     assert (seen[0].step, seen[-1].step) == (0, summary.steps)
     assert seen[-1].evaluation is not None
-    assert seen[-1].evaluation.test_accuracy == summary.test_accuracy
+    assert seen[-1].evaluation.test_score == summary.test_score
     assert seen[-1].num_epochs == 3
 
 

@@ -160,7 +160,7 @@ BAD = [
     (["train", "--lr", "x"], "argument --lr: must be a number, got 'x'"),
     (["train", "--weight-decay", "1e308"], "weight_decay must be in [0, 1e+30), got 1e+308"),
     (["train", "--method", "pr-sgd-timed", "--seconds", "nan"], "seconds must be a finite number > 0, got nan"),
-    (["train", "--split", ""], "split must be pool, iid or dirichlet:ALPHA, got ''"),
+    (["train", "--split", ""], "split must be pool, iid, era or dirichlet:ALPHA, got ''"),
     (["train", "--split", "dirichlet:1e309"], "split must have a finite number > 0 after dirichlet:"),
     (["train", "--task", ""], "task must be one of 'digits'"),
     (["train", "--cluster", ""], "cluster must be a file or one of lan-1g"),
@@ -211,7 +211,7 @@ BAD = [
     (["data", "get", "fashion-mnist", "--from", "text.txt"], "text.txt"),
     (["data", "get", "fashion-mnist", "--from", "folder"], "folder has no train-images-idx3-ubyte"),
     (["data", "get", "cifar10", "--from", ""], "argument --from: must be a path, got ''"),
-    (["data", "path", ""], "data set must be one of 'cifar10', 'fashion-mnist', got ''"),
+    (["data", "path", ""], "data set must be one of 'cifar10', 'fashion-mnist', 'text', got ''"),
     (["data", "fetch"], "argument list|get|path: invalid choice: 'fetch'"),
     ([""], "unknown command ''"),
 ]
@@ -368,7 +368,7 @@ def test_a_record_whose_whole_number_is_none(
     [
         (AVERAGE, "lr"), (AVERAGE, "drift"), (AVERAGE, "loss"), (AVERAGE, "wait_seconds"),
         (EVALUATION, "epoch"), (EVALUATION, "train_loss"), (EVALUATION, "test_loss"),
-        (EVALUATION, "test_accuracy"), (EVALUATION, "seconds"), (EVALUATION, "modelled_seconds"),
+        (EVALUATION, "test_score"), (EVALUATION, "seconds"), (EVALUATION, "modelled_seconds"),
     ],
 )  # fmt: skip
 def test_a_record_whose_number_is_none(
@@ -410,7 +410,7 @@ def test_what_is_nested_too_deeply_is_not_resumed(
 
 
 ENDED = Summary(
-    label="pr-sgd period 8", train_loss=0.1, test_loss=0.2, test_accuracy=0.9, best_test_accuracy=0.9, epochs=1.0,
+    label="pr-sgd period 8", train_loss=0.1, test_loss=0.2, test_score=0.9, best_test_score=0.9, epochs=1.0,
     steps=22, rounds=3, bytes_sent=4096, mean_drift=None, seconds=1.5, samples=1408, weights_sha256="ab",
 )  # fmt: skip
 
@@ -423,7 +423,7 @@ ENDED = Summary(
         *(("rounds", value) for value in (1.5, -1, None, 10**400)),
         ("train_loss", "x"),
         ("train_loss", 10**400),
-        ("test_accuracy", "90%"),
+        ("test_score", "90%"),
         ("weights_sha256", 5),
         ("nonsense", 5),
     ],

@@ -20,6 +20,7 @@ from prsgd.cli.compare import variants
 from prsgd.comm.base import Then
 from prsgd.lab import methods
 from prsgd.lab.config import Config
+from prsgd.lab.folder import prepare
 from prsgd.lab.methods import METHODS, Method, Parts
 from prsgd.lab.run import run
 from prsgd.report.places import far_below, places, seconds_on
@@ -50,6 +51,10 @@ def test_parts() -> None:
     shown = {name: str(method.build(methods.Settings(period=method.period or 1))) for name, method in METHODS.items()}
     assert shown["d-psgd"] == "every(1) + gossip(graph='ring')"
     assert shown["qsgd"] == "every(1) + mean(wire=quantized(bits=4, bucket=512))"
+    assert shown["sparseloco"] == (
+        "every(8) + outer(lr=0.7, momentum=0.9, nesterov=True, by_inner_lr=False, of=mean(wire=sparse(density=0.02)))"
+    )
+    assert shown["local-adamw-averaged"] == shown["pr-sgd-momentum"]
     assert shown["pr-sgd-momentum"] == 'every(8) + mean(), optimizer_state="average"'
 
 
@@ -79,6 +84,11 @@ def test_methods_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         ({"method": "d-psgd", "weights": "steps"}, "method d-psgd takes no weights, got steps"),
         ({"method": "pr-sgd-momentum", "overlap": 2}, "overlap must be 0 or 1 with method pr-sgd-momentum, got 2"),
         ({"method": "qsdg"}, "did you mean 'qsgd'"),
+        ({"method": "local-adamw", "optimizer": "sgd"}, "method local-adamw is one of adamw, got optimizer 'sgd'"),
+        ({"method": "pr-sgd", "outer_lr": 0.5}, "method pr-sgd has no outer_lr, got 0.5"),
+        ({"method": "easgd", "outer_momentum": 0}, "method easgd has no outer_momentum, got 0"),
+        ({"method": "diloco", "outer_lr": 0.0}, "outer_lr must be a finite number > 0, got 0.0"),
+        ({"method": "diloco", "outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
         ({"method": "pr-sgd-timed"}, "needs to know how long a round lasts"),
     ],
 )
@@ -87,9 +97,30 @@ def test_what_cannot_work_says_why(given: dict[str, Any], message: str) -> None:
         Config(**given).resolve()
 
 
+def test_an_outer_lr_and_momentum_that_are_given_are_the_outer_optimizers() -> None:
+    config = Config(method="diloco", outer_lr=1, outer_momentum=0).resolve()
+    assert config.parts().averaging == prsgd.outer(1.0, 0.0)
+    config = Config(method="sparseloco", outer_lr=0.4).resolve()
+    assert config.parts().averaging == prsgd.outer(0.4, 0.9, of=prsgd.mean(wire=prsgd.sparse(0.02)))
+    assert Config(method="slowmo").resolve().parts().averaging == prsgd.outer(1.0, 0.7, False, True)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_takes_adamw(name: str, tmp_path: Path) -> None:
+    """A few steps: all workers end with one model, which has learned something."""
+    config = Config(method=name, optimizer="adamw", workers=4, steps=12, lr=0.01, cluster="lan-1g").resolve()
+    assert config.weight_decay == 0.1
+    prepare(config, tmp_path)
+    summary = run(config, tmp_path)
+    assert summary.train_loss < summary.first_train_loss
+    assert summary.rounds
+
+
 def test_all_is_every_method() -> None:
     found = variants({"method": ["all"], "cluster": "lan-1g", "seeds": [1]})
-    assert [c.method for c in found] == list(METHODS)
+    assert [c.method for c in found] == [name for name in METHODS if not name.startswith("local-adamw")]
+    with_adamw = variants({"method": ["all"], "optimizer": "adamw", "cluster": "lan-1g", "seeds": [1]})
+    assert [c.method for c in with_adamw] == list(METHODS)
     assert {c.method: (c.period, c.overlap) for c in found}["d-psgd"] == (1, 1)
     assert {c.method: c.label for c in found}["top-k"] == "top-k"
 

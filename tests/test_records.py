@@ -18,9 +18,9 @@ RECORD = Record(
     wait_seconds=0.25, copy_seconds=0.5, flight_seconds=0.75, lr=0.1, drift=math.inf, loss=None, samples=64,
     step_seconds=(0.1, 0.2), hops=3, modelled=Modelled(2.0, (0.5, 1.0), (0.0, 0.1), (0.2, 0.3), (0.0, 0.0)),
 )  # fmt: skip
-EVALUATION = Evaluation(epoch=1.0, step=8, train_loss=math.inf, test_loss=1.0, test_accuracy=0.5, seconds=1.0)
+EVALUATION = Evaluation(epoch=1.0, step=8, train_loss=math.inf, test_loss=1.0, test_score=0.5, seconds=1.0)
 SUMMARY = Summary(
-    label="pr-sgd", train_loss=0.1, test_loss=1.0, test_accuracy=0.5, best_test_accuracy=0.6, epochs=2.0, steps=16,
+    label="pr-sgd", train_loss=0.1, test_loss=1.0, test_score=0.5, best_test_score=0.6, epochs=2.0, steps=16,
     rounds=2, bytes_sent=200, mean_drift=None, seconds=1.0, samples=128, weights_sha256="ab",
 )  # fmt: skip
 WHOLE = [RECORD, EVALUATION, SUMMARY]
@@ -71,11 +71,11 @@ def test_what_has_a_default_may_be_missing() -> None:
         (RECORD, "step_seconds", [0.1, "x"], "step_seconds must be a number, got 'x'"),
         (RECORD, "step_seconds", 0.1, "step_seconds must be numbers, got 0.1"),
         (RECORD, "modelled", [2.0], "modelled must have seconds and one number per worker, got [2.0]"),
-        (EVALUATION, "test_accuracy", math.inf, "test_accuracy must be a finite number, got inf"),
+        (EVALUATION, "test_score", "much", "test_score must be a number, got 'much'"),
         (EVALUATION, "train_loss", None, "train_loss must be a number, got None"),
         (SUMMARY, "label", None, "label must be a text, got None"),
         (SUMMARY, "seconds", -1.0, "seconds must be a number from 0 to 1e+100, got -1.0"),
-        (SUMMARY, "best_test_accuracy", math.nan, "best_test_accuracy must be a finite number, got nan"),
+        (SUMMARY, "best_test_score", True, "best_test_score must be a number, got True"),
     ],
 )
 def test_what_cannot_be_is_named(whole: Any, name: str, value: Any, message: str) -> None:

@@ -17,7 +17,7 @@ from prsgd.report import page
 from prsgd.report.chart import Chart
 from prsgd.report.figures import FIGURES
 from prsgd.report.figures.base import applying
-from prsgd.report.read import read
+from prsgd.report.read import Seen, read
 from prsgd.report.series import Group, group, rows
 from prsgd.report.table import text_table, write_csv
 from prsgd.report.verdict import verdict
@@ -37,12 +37,12 @@ def average_line(**values: Any) -> dict[str, Any]:
 
 def evaluation_line(**values: Any) -> dict[str, Any]:
     """The same for an evaluation."""
-    usual = Evaluation(epoch=1.0, step=8, train_loss=1.0, test_loss=1.0, test_accuracy=0.5, seconds=1.0)
+    usual = Evaluation(epoch=1.0, step=8, train_loss=1.0, test_loss=1.0, test_score=0.5, seconds=1.0, metric="accuracy")
     return {"kind": "evaluation", **asdict(usual), **values}
 
 
 SUMMARY = Summary(
-    label="whatever", train_loss=0.1, test_loss=1.0, test_accuracy=None, best_test_accuracy=None, epochs=2.0, steps=16,
+    label="whatever", train_loss=0.1, test_loss=1.0, test_score=None, best_test_score=None, epochs=2.0, steps=16,
     rounds=16, bytes_sent=16 * MODEL_BYTES, mean_drift=None, seconds=1.0, samples=0, weights_sha256="",
 )  # fmt: skip
 
@@ -75,7 +75,7 @@ def make_run(
             lines.append(average_line(round=-(-step // period), step=step, lr=lr, drift=drift))
         if step % STEPS_PER_EPOCH == 0:
             epoch = step // STEPS_PER_EPOCH
-            seen = {"train_loss": losses[epoch], "test_accuracy": accuracies[epoch], "seconds": 0.5 * epoch}
+            seen = {"train_loss": losses[epoch], "test_score": accuracies[epoch], "seconds": 0.5 * epoch}
             lines.append(evaluation_line(epoch=float(epoch), step=step, **seen))
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(given))
@@ -120,7 +120,7 @@ def test_a_run_and_a_comparison_are_read_alike(tmp_path: Path) -> None:
     assert run.label == "pr-sgd period 4"
     assert run.finished
     assert run.bytes_sent == 10 * MODEL_BYTES
-    assert run.split == ((3, 1), (2, 2), (1, 3), (4, 0))
+    assert run.split == Seen(((3, 1), (2, 2), (1, 3), (4, 0)), ("0", "1"), "class")
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
@@ -291,8 +291,8 @@ def test_rows(tmp_path: Path) -> None:
     first, _, last = rows(grouped(make_comparison(tmp_path)))
     assert (first.rounds, first.megabytes, first.share) == (40, 40.0, 1.0)
     assert (last.rounds, last.share, last.seeds) == (5, 0.125, 2)
-    assert last.test_accuracy.mean == pytest.approx(96.1)
-    assert last.test_accuracy.spread == pytest.approx(0.2 / math.sqrt(2))
+    assert last.test_score.mean == pytest.approx(96.1)
+    assert last.test_score.spread == pytest.approx(0.2 / math.sqrt(2))
     assert last.seconds == 2.5
 
 

@@ -30,7 +30,7 @@ ARGUMENTS = [
 FIGURES = ["training-loss", "test-accuracy", "loss-against-bytes", "drift"]
 
 
-REST = "--epochs 2 --batch-size 8 --lr 0.1 --momentum 0.9"
+REST = "--epochs 2 --batch-size 8 --lr 0.1 --momentum 0.9 --optimizer sgd"
 START = "--task digits --model mlp"
 Kind = tuple[str, int | None, int, int]
 

@@ -423,3 +423,22 @@ def test_a_state_from_before_compile_was_there() -> None:
     del state["compile"]
     fleet.load_state_dict(state)
     assert not fleet.compile
+
+
+def test_what_vmap_would_loop_over_itself_runs_in_the_fleets_own_loop() -> None:
+    """Attention on a CPU: torch has no rule for it, warns, and is slower than the loop."""
+    from prsgd.tasks.gpt import GPT
+    from prsgd.tasks.text import next_byte_loss
+
+    x = torch.randint(256, (8, 2, 9))
+    fleets = []
+    for mode in ("auto", "loop"):
+        torch.manual_seed(0)
+        fleets.append(prsgd.Fleet(GPT(layers=1, width=8, heads=2, context=8), 8, mode=mode))
+    ours, theirs = (fleet.backward(next_byte_loss, x[..., :-1], x[..., 1:]) for fleet in fleets)
+    assert fleets[0].mode == "loop"
+    assert torch.equal(ours, theirs)
+    for mine, other in zip(fleets[0].parameters(), fleets[1].parameters()):
+        assert mine.grad is not None
+        assert other.grad is not None
+        assert torch.equal(mine.grad, other.grad)

@@ -7,7 +7,7 @@ import re
 CONFIG = "config.json"
 """What a run is; a folder with this file is a run's."""
 SPLIT = "split.json"
-"""How many samples of each class each worker has."""
+"""How many samples of each group each worker has, and what the groups are."""
 ENVIRONMENT = "environment.json"
 CLUSTER = "cluster.toml"
 """The cluster that is modelled, if one is."""

@@ -152,11 +152,14 @@ class Evaluation:
     train_loss: float
     """Of up to 5,000 training samples as they are, without augmentation."""
     test_loss: float
-    test_accuracy: Finite | None
+    test_score: float | None
+    """By the task's metric; None where it has none."""
     seconds: Finite
     """Of training so far, evaluations left out."""
     modelled_seconds: Finite | None = None
     """The same on a modelled cluster."""
+    metric: str | None = None
+    """The name of what ``test_score`` is, one of ``prsgd.metrics``."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
@@ -171,8 +174,10 @@ class Summary:
     label: str
     train_loss: float
     test_loss: float
-    test_accuracy: Finite | None
-    best_test_accuracy: Finite | None
+    test_score: float | None
+    """By the task's metric; None where it has none."""
+    best_test_score: float | None
+    """Of all evaluations."""
     epochs: Counted
     steps: int
     rounds: int
@@ -188,6 +193,8 @@ class Summary:
     """Before the first step."""
     modelled_seconds: Counted | None = None
     """Of training, on a modelled cluster."""
+    metric: str | None = None
+    """The name of what the scores are, one of ``prsgd.metrics``."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Summary:

@@ -15,6 +15,7 @@ from prsgd import tasks
 from prsgd._check import one_of
 from prsgd.lab import feed
 from prsgd.lab.config import Config
+from prsgd.metrics import ACCURACY
 from prsgd.tasks.gpt import GPT
 from prsgd.tasks.resnet import resnet
 
@@ -42,7 +43,7 @@ class Work:
         """On the next batch, of the model or of what it was wrapped in."""
         x, y = next(self.batches)
         outputs: Tensor = (self.model if model is None else model)(x)
-        return functional.cross_entropy(outputs.flatten(0, -2), y.flatten())
+        return functional.cross_entropy(outputs.flatten(0, -2), y.flatten().long())
 
 
 def perceptron(inputs: int, *widths: int) -> nn.Sequential:
@@ -93,12 +94,14 @@ def check(name: str) -> str:
         return one_of("models", name, MODELS)
     task, model = name.split("/", 1)
     one_of("the task's models", model, tasks.find(task).models)
+    if tasks.find(task).metric is not ACCURACY:
+        raise ValueError(f"models must be of a task with an accuracy, got {name!r}")
     return name
 
 
 def _of_task(name: str, model: str, *, rank: int, ranks: int, seed: int, lr: float) -> Work:
     config = Config(task=name, model=model, workers=ranks, seed=seed).resolve()
-    task, data = tasks.find(name), tasks.load(name)
+    task, data = tasks.find(name), feed.load(config)
     torch.manual_seed(seed)
     made = task.models[model]()
     mine = range(rank, rank + 1)

@@ -39,6 +39,7 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     with refusing("compare"):
         configs, folder, at_once = _ask(args)
+    from prsgd import tasks
     from prsgd.cli.display import Display, number_of
     from prsgd.cli.running import STOPPED, failing, interruptible
     from prsgd.lab.compare import compare
@@ -46,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
     from prsgd.lab.pool import Failure
 
     names = [f"{c.label}, seed {c.seed}" for c in configs]
+    metric = tasks.find(configs[0].task).metric
     print(f"{_what(configs)}: {number_of(len(configs), 'run')} in {folder}", file=sys.stderr)
-    with interruptible() as asked, failing("compare", folder), Display(names) as display:
+    with interruptible() as asked, failing("compare", folder), Display(names, metric) as display:
 
         def finished(number: int, result: Any) -> None:
             if isinstance(result, Failure):
@@ -144,13 +146,16 @@ def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
 
 def variants(given: dict[str, Any]) -> list[Config]:
     """Every method with every period and overlap, for every seed; methods without a period once."""
+    from prsgd import tasks
     from prsgd.lab import methods
     from prsgd.lab.config import Config
 
     values = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
     names = values.pop("method", ["pr-sgd"])
     if names == ["all"]:
-        names = list(methods.METHODS)
+        [own] = values.get("optimizer", [None])
+        [task] = values.get("task", ["digits"])
+        names = methods.of_optimizer(own or tasks.find(task).defaults.get("optimizer", "sgd"))
     elif "all" in names:
         raise ValueError(f"method all stands alone, got {', '.join(map(shown, names))}")
     periods = values.pop("period", None)

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from prsgd import metrics
+from prsgd.metrics import ACCURACY, Metric
+
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
@@ -22,8 +25,8 @@ LINE_SECONDS = 10.0
 class Display:
     """A row for each run, by its name."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, names: Sequence[str], metric: Metric | None = ACCURACY) -> None:
+        self._names, self._metric = names, metric
         self._cells: list[tuple[str, ...]] = [("waiting", "", "", "", "")] * len(names)
         self._live = _live(self._table)
         self._said = [0.0] * len(names)
@@ -50,26 +53,32 @@ class Display:
         """Where a run is."""
         seen = progress.evaluation
         self._cells[number] = (
-            f"{progress.epoch:.1f} of {progress.num_epochs:g}",
+            f"{progress.epoch:.1f} of {progress.num_epochs:.4g}"
+            if progress.num_epochs >= 1
+            else f"{progress.epoch:.3g} of {progress.num_epochs:.3g}",
             str(progress.round),
             "" if seen is None else f"{seen.train_loss:.4f}",
-            "" if seen is None or seen.test_accuracy is None else f"{seen.test_accuracy:.1%}",
+            self._score(None if seen is None else seen.test_score),
             "" if progress.seconds_left is None else duration(progress.seconds_left),
         )
         now = time.monotonic()
         if self._live is None and now - self._said[number] >= LINE_SECONDS:
             self._said[number] = now
-            epoch, round, loss, accuracy, left = self._cells[number]
-            parts = [f"epoch {epoch}", f"round {round}", f"loss {loss}", f"accuracy {accuracy}", f"{left} left"]
+            epoch, round, loss, score, left = self._cells[number]
+            what = "" if self._metric is None else self._metric.name
+            parts = [f"epoch {epoch}", f"round {round}", f"loss {loss}", f"{what} {score}", f"{left} left"]
             filled = [p for p, cell in zip(parts, self._cells[number]) if cell]
             print(f"{self._names[number]}: {', '.join(filled)}", file=sys.stderr, flush=True)
 
     def finished(self, number: int, summary: Summary) -> None:
-        accuracy = "" if summary.test_accuracy is None else f"{summary.test_accuracy:.1%}"
-        self._cells[number] = ("done", str(summary.rounds), f"{summary.train_loss:.4f}", accuracy, "")
+        score = self._score(summary.test_score)
+        self._cells[number] = ("done", str(summary.rounds), f"{summary.train_loss:.4f}", score, "")
         if self._live is None:
-            end = f", test accuracy {accuracy}" if accuracy else ""
+            end = f", {reached(summary)}" if score else ""
             self.say(f"{self._names[number]}: done in {duration(summary.seconds)}, loss {summary.train_loss:.4f}{end}")
+
+    def _score(self, value: float | None) -> str:
+        return "" if value is None or self._metric is None else self._metric.of(value)
 
     def failed(self, number: int, message: str) -> None:
         self._cells[number] = ("failed", "", "", "", "")
@@ -87,7 +96,8 @@ class Display:
 
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("run", no_wrap=True, max_width=34)
-        for title in ("epoch", "round", "train loss", "test acc.", "left"):
+        score = "" if self._metric is None else self._metric.live
+        for title in ("epoch", "round", "train loss", score, "left"):
             table.add_column(title, justify="right", no_wrap=True)
         for name, cells in zip(self._names, self._cells):
             table.add_row(name, *cells)
@@ -105,6 +115,12 @@ def _live(table: Callable[[], Table]) -> Live | None:
     if not console.is_terminal:
         return None
     return Live(console=console, get_renderable=table, refresh_per_second=4, transient=True)
+
+
+def reached(summary: Summary) -> str:
+    """How good its model was at the end; empty where the task has no metric."""
+    metric = metrics.find(summary.metric)
+    return "" if summary.test_score is None else metric.said.format(metric.of(summary.test_score))
 
 
 def duration(seconds: float) -> str:

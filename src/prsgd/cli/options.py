@@ -56,12 +56,14 @@ class Option:
 _METHODS = f"{', '.join(METHODS)} (pr-sgd); prsgd methods tells what they are"
 _OVERLAPS = "; ".join(["0", *(f"{name} {method.overlap}" for name, method in METHODS.items() if method.overlap)])
 _SWITCHING = " or ".join(name for name, method in METHODS.items() if method.switches)
+_OUTER = ", ".join(name for name, method in METHODS.items() if method.is_outer)
 _BY_CLOCK = " or ".join(name for name, method in METHODS.items() if method.by_clock)
 
 OPTIONS = (
     Option("task", WHAT, f"{', '.join(MODULES)} (digits)"),
     Option("model", WHAT, "one of the task's models (its first)"),
-    Option("split", WHAT, "who has which data: pool, iid or dirichlet:ALPHA (iid)"),
+    Option("data", WHAT, "train on this file instead, of any bytes (text)", "FILE"),
+    Option("split", WHAT, "who has which data: pool, iid, dirichlet:ALPHA or, of text, era (iid)"),
     Option("method", HOW, _METHODS, "NAME", several=True, plural="--methods", help_in_comparison=f"all, or {_METHODS}"),
     Option("workers", HOW, "how many (8)", "N", int),
     Option(
@@ -82,11 +84,22 @@ OPTIONS = (
         several=True,
     ),
     Option("switch", HOW, f"when {_SWITCHING} switches: after T steps, or a fraction of the run (0.5)", "T", number),
-    Option("epochs", HOW, "passes over the data, all workers together (digits 40, synthetic 20, others 10)", "E", int),
+    Option("outer_lr", HOW, f"of the outer optimizer of {_OUTER} (0.7; slowmo 1)", kind=float),
+    Option("outer_momentum", HOW, "of the same (0.9; slowmo 0.7)", "M", float),
+    Option(
+        "epochs",
+        HOW,
+        "passes over the data, all workers together (digits 40, synthetic 20, text 1, others 10)",
+        "E",
+        int,
+    ),
     Option("steps", HOW, "instead of epochs: steps of each worker", "T", int),
-    Option("batch_size", HOW, "of each worker (digits and synthetic 8, others 32)", "B", int),
+    Option(
+        "look", HOW, "steps of each worker between two evaluations, with checkpoints (an epoch; text 100)", "I", int
+    ),
+    Option("batch_size", HOW, "of each worker (digits, synthetic and text 8, others 32)", "B", int),
     Option("accumulate", HOW, "parts in which a batch goes through the model, one after another (1)", "A", int),
-    Option("optimizer", HOW, "sgd or adamw (sgd)", "NAME"),
+    Option("optimizer", HOW, "sgd or adamw (sgd; text adamw)", "NAME"),
     Option("lr", HOW, "at its highest (0.1; adamw 0.001)", kind=float),
     Option(
         "recipe",

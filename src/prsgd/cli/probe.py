@@ -74,7 +74,7 @@ def _walk(config: Config, looks: int) -> Probed:
 
     torch.set_num_threads(1)
     task = tasks.find(config.task)
-    data = tasks.load(config.task)
+    data = feed.load(config)
     torch.manual_seed(config.seed)
     model = task.models[config.model or ""]()
     optimizer = optimizer_of(config, model.parameters(), config.lr or 0.1)

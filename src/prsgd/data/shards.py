@@ -16,7 +16,8 @@ class Shards:
     """One data set dealt out to the workers; by default in equal shares, drawn anew each epoch.
 
     Every worker has the same number of steps an epoch; what is left over, less than a batch for each, waits for another
-    epoch. ``split`` is who gets what: ``iid()``, ``pool()`` or ``dirichlet(alpha)`` of ``prsgd.data.splits``.
+    epoch. ``split`` is who gets what: ``iid()``, ``pool()``, ``era()`` or ``dirichlet(alpha)`` of
+    ``prsgd.data.splits``; it goes by ``labels``, one number for each sample, or else by ``y``.
     ``workers`` are those hosted here, as in ``fleet.workers``: the others' batches are not fetched.
 
     >>> import torch
@@ -35,12 +36,15 @@ class Shards:
     seed: int = 0
     workers: range | None = None
     split: Split = field(default_factory=iid)
+    labels: Tensor | None = None
 
     def __post_init__(self) -> None:
         whole_number("num_workers", self.num_workers, at_least=1)
         whole_number("batch_size", self.batch_size, at_least=1)
         if len(self.x) != len(self.y):
             raise ValueError(f"x and y must have the same length, got {len(self.x)} and {len(self.y)}")
+        if self.labels is not None and len(self.labels) != len(self.x):
+            raise ValueError(f"labels must be as many as the samples {len(self.x)}, got {len(self.labels)}")
         if self.workers is not None and self.workers != range(self.num_workers)[self.workers.start : self.workers.stop]:
             raise ValueError(f"workers must be a range within 0 ... {self.num_workers - 1}, got {self.workers}")
         if self.num_workers > len(self.x):
@@ -64,7 +68,8 @@ class Shards:
         """Which samples the hosted workers see in an epoch: (steps, n, batch_size)."""
         hosted = self.workers if self.workers is not None else range(self.num_workers)
         per_worker = self.steps_per_epoch * self.batch_size
-        chosen = self.split.deal(self.y, self.num_workers, per_worker, seed=self.seed, epoch=number)
+        labels = self.y if self.labels is None else self.labels
+        chosen = self.split.deal(labels, self.num_workers, per_worker, seed=self.seed, epoch=number)
         chosen = chosen.view(self.num_workers, self.steps_per_epoch, self.batch_size)[hosted.start : hosted.stop]
         return chosen.transpose(0, 1)
 

@@ -1,4 +1,4 @@
-"""Who has which data: a common pool, equal random shares, or shares that differ by class."""
+"""Who has which data: a common pool, equal random shares, or shares that differ by time or by class."""
 
 from __future__ import annotations
 
@@ -54,6 +54,26 @@ class iid:  # noqa: N801
 
 
 @dataclass(frozen=True)
+class era:  # noqa: N801
+    """Equal shares for good of samples that stand in the order of time: each worker has an era of its own.
+
+    A worker goes through its own share again and again, in a new order each time.
+
+    >>> [share.tolist() for share in era().owned(torch.zeros(7), 3, seed=0)]
+    [[0, 1], [2, 3], [4, 5]]
+    """
+
+    def deal(self, labels: Tensor, num_workers: int, per_worker: int, *, seed: int, epoch: int) -> Tensor:
+        return _in_turns(self.owned(labels, num_workers, seed=seed), per_worker, seed=seed, epoch=epoch)
+
+    def owned(self, labels: Tensor, num_workers: int, *, seed: int) -> list[Tensor]:
+        if len(labels) < num_workers:
+            raise ValueError(f"workers must be at most the number of samples {len(labels)}, got {num_workers}")
+        share = len(labels) // num_workers
+        return [torch.arange(share * worker, share * (worker + 1)) for worker in range(num_workers)]
+
+
+@dataclass(frozen=True)
 class dirichlet:  # noqa: N801
     """Equal shares for good, whose classes are mixed by Dirichlet(alpha): small alpha, few classes a worker.
 
@@ -72,15 +92,7 @@ class dirichlet:  # noqa: N801
         positive("alpha", self.alpha)
 
     def deal(self, labels: Tensor, num_workers: int, per_worker: int, *, seed: int, epoch: int) -> Tensor:
-        rows = []
-        for worker, share in enumerate(self.owned(labels, num_workers, seed=seed)):
-            begin = epoch * per_worker
-            end = begin + per_worker
-            turns = range(begin // len(share), math.ceil(end / len(share)))
-            order = torch.cat([share[_permutation(len(share), seed, turn, 1 + worker)] for turn in turns])
-            offset = begin - turns.start * len(share)
-            rows.append(order[offset : offset + per_worker])
-        return torch.stack(rows)
+        return _in_turns(self.owned(labels, num_workers, seed=seed), per_worker, seed=seed, epoch=epoch)
 
     def owned(self, labels: Tensor, num_workers: int, *, seed: int) -> list[Tensor]:
         if labels.dim() != 1 or labels.is_floating_point():
@@ -111,7 +123,7 @@ class dirichlet:  # noqa: N801
 
 
 def parse(text: str) -> Split:
-    """A split by its name: "pool", "iid", or "dirichlet:0.3".
+    """A split by its name: "pool", "iid", "era", or "dirichlet:0.3".
 
     >>> parse("dirichlet:0.3")
     dirichlet(alpha=0.3)
@@ -126,13 +138,14 @@ def parse(text: str) -> Split:
             return dirichlet(alpha)
         except ValueError:
             raise ValueError(f"split must have a finite number > 0 after dirichlet:, got {text!r}") from None
-    if text in ("pool", "iid"):
-        return pool() if text == "pool" else iid()
+    plain: dict[str, Split] = {"pool": pool(), "iid": iid(), "era": era()}
+    if text in plain:
+        return plain[text]
     hint = "" if name.startswith("non") else nearest(name, _NAMES)  # non-iid is not nearly iid
-    raise ValueError(f"split must be pool, iid or dirichlet:ALPHA, got {text!r}{hint}")
+    raise ValueError(f"split must be pool, iid, era or dirichlet:ALPHA, got {text!r}{hint}")
 
 
-_NAMES = ("pool", "iid", "dirichlet")
+_NAMES = ("pool", "iid", "era", "dirichlet")
 
 
 def mixed(seed: int, *numbers: int) -> int:
@@ -140,6 +153,19 @@ def mixed(seed: int, *numbers: int) -> int:
     for number in numbers:
         seed = (1_000_003 * seed + number) % 2**63
     return seed
+
+
+def _in_turns(shares: list[Tensor], per_worker: int, *, seed: int, epoch: int) -> Tensor:
+    """Of an endless walk through each worker's share, in a new order at every turn, the part of this epoch."""
+    rows = []
+    for worker, share in enumerate(shares):
+        begin = epoch * per_worker
+        end = begin + per_worker
+        turns = range(begin // len(share), math.ceil(end / len(share)))
+        order = torch.cat([share[_permutation(len(share), seed, turn, 1 + worker)] for turn in turns])
+        offset = begin - turns.start * len(share)
+        rows.append(order[offset : offset + per_worker])
+    return torch.stack(rows)
 
 
 def _permutation(size: int, seed: int, *numbers: int) -> Tensor:

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from prsgd import tasks
 from prsgd._check import shown, whole_number
 from prsgd.comm import job
 from prsgd.data import splits
@@ -22,7 +21,7 @@ def check(config: Config) -> None:
     """See that the data are there and can be dealt out so, and that there is an end; a ValueError or DataError else."""
     if job.find() is None:  # which starts as many as it was told, on many machines
         whole_number("processes", config.processes, at_least=1, at_most=MOST_PROCESSES)
-    shards = feed.deal(config, tasks.load(config.task))
+    shards = feed.deal(config, feed.load(config))
     if feed.num_steps(config, shards) > MOST:
         length = shards.steps_per_epoch
         raise ValueError(

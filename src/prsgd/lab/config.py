@@ -7,7 +7,8 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from prsgd import cluster as clusters
 from prsgd import tasks
@@ -15,6 +16,9 @@ from prsgd._check import from_zero_to, nearest, one_of, positive, shown, whole_n
 from prsgd.averaging.base import Setting
 from prsgd.data import splits
 from prsgd.lab import methods, recipe
+
+if TYPE_CHECKING:
+    from prsgd.tasks.base import Task
 
 LARGEST = 1e30
 """Of what is multiplied with float32 numbers."""
@@ -52,6 +56,12 @@ class Config:
     """Of SGD; of AdamW its first beta."""
     weight_decay: float | None = None
     split: str = "iid"
+    data: str | None = None
+    """A file of the user's own, for a task that takes one."""
+    data_sha256: str | None = None
+    """Of that file, when the run was begun."""
+    look: int | None = None
+    """Steps of each worker between two evaluations; an epoch, unless the task has its own."""
     seed: int = 0
     processes: int = 1
     cluster: str | None = None
@@ -61,6 +71,9 @@ class Config:
     weights: str = "uniform"
     switch: int | float | None = None
     """Of a method with two phases: steps of each worker before it, or a fraction of the run; the method's own."""
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    """Of a method whose averages are steps of an outer optimizer; the method's own."""
     optimizer: str | None = None
     """What this is decides on what else is usual: lr, recipe, warmup, weight_decay and clip."""
     recipe: str | None = None
@@ -77,7 +90,9 @@ class Config:
         task, method = tasks.find(self.task), methods.find(self.method)
         model = self.model if self.model is not None else next(iter(task.models))
         one_of("model", model, task.models)
-        optimizer = _or(self.optimizer, task.defaults.get("optimizer", "sgd"))
+        optimizer = _or(self.optimizer, method.optimizer or task.defaults.get("optimizer", "sgd"))
+        if method.optimizer not in (None, optimizer):
+            raise ValueError(f"method {self.method} is one of {method.optimizer}, got optimizer {shown(optimizer)}")
         ours = recipe.OPTIMIZERS[one_of("optimizer", optimizer, recipe.OPTIMIZERS)]
         usual: dict[str, Any] = {"batch_size": 32, "momentum": 0.9, "epochs": 10, **asdict(ours), **task.defaults}
         if self.steps is not None and self.epochs is not None:
@@ -98,18 +113,31 @@ class Config:
             epochs=None if self.steps is not None else _or(self.epochs, usual["epochs"]),
             batch_size=_or(self.batch_size, usual["batch_size"]),
             optimizer=optimizer,
+            look=_or(self.look, usual.get("look")),
+            **self._file(task),
             **{
                 name: _or(getattr(self, name), usual[name]) for name in _FLOATS + ("recipe", "warmup") * method.keeps_lr
             },
         )
         found._check()
-        floats: dict[str, Any] = {name: float(getattr(found, name)) for name in _FLOATS}
+        given = [name for name in ("outer_lr", "outer_momentum") if getattr(found, name) is not None]
+        floats: dict[str, Any] = {name: float(getattr(found, name)) for name in (*_FLOATS, *given)}
         found = dataclasses.replace(found, **floats)  # a whole number in a file stands for one
         return dataclasses.replace(found, seconds=found._seconds()) if method.by_clock else found
 
     def modelled(self) -> clusters.Cluster | None:
         """The cluster; None: the machine itself."""
         return None if self.cluster is None else clusters.load(self.cluster, self.workers)
+
+    def _file(self, task: Task) -> dict[str, Any]:
+        """The user's own: by its whole path, since a run may be continued from another folder, and as it is now."""
+        if self.data is None:
+            return {}
+        if task.read is None:
+            raise ValueError(f"task {self.task} takes no data of your own, got {shown(self.data)}")
+        if self.data_sha256 is not None:
+            return {}
+        return {"data": str(Path(self.data).resolve()), "data_sha256": tasks.sha256_of(self.data)}
 
     def _period(self, method: methods.Method) -> int | None:
         if method.by_clock and self.seconds is not None:
@@ -135,7 +163,7 @@ class Config:
 
     def _check(self) -> None:
         whole_number("workers", self.workers, at_least=1, at_most=MOST_WORKERS)
-        for name in ("period", "epochs", "steps", "batch_size", "processes"):
+        for name in ("period", "epochs", "steps", "batch_size", "processes", "look"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), at_least=1, at_most=MOST)
         whole_number_or_auto("overlap", self.overlap, at_least=0, at_most=MOST)
@@ -143,6 +171,10 @@ class Config:
             raise ValueError(f"seed must be below 2^63, got {shown(self.seed)}")
         if positive("lr", self.lr) > LARGEST:
             raise ValueError(f"lr must be at most {LARGEST:g}, got {self.lr!r}")
+        if self.outer_lr is not None and positive("outer_lr", self.outer_lr) > LARGEST:
+            raise ValueError(f"outer_lr must be at most {LARGEST:g}, got {self.outer_lr!r}")
+        if self.outer_momentum is not None:
+            from_zero_to("outer_momentum", self.outer_momentum, 1.0)
         from_zero_to("momentum", self.momentum, 1.0)
         from_zero_to("weight_decay", self.weight_decay, LARGEST)
         from_zero_to("clip", self.clip, LARGEST)
@@ -221,6 +253,8 @@ class Config:
             seed=self.seed,
             num_steps=num_steps,
             switch=self.switch,
+            outer_lr=self.outer_lr,
+            outer_momentum=self.outer_momentum,
         )
         return methods.find(self.method).build(given)
 

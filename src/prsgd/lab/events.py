@@ -8,7 +8,7 @@ from typing import Any
 from prsgd import files
 
 AVERAGE = ("loss", "drift", "bytes_sent", "wait_seconds", "lr")
-EVALUATION = ("train_loss", "test_loss", "test_accuracy")
+EVALUATION = ("train_loss", "test_loss", "test_score")
 
 
 def check() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,19 @@ from prsgd.lab.config import Config
 from prsgd.tasks.base import Data, Task
 
 
+def load(config: Config) -> Data:
+    """The data of a run, whole."""
+    return tasks.load(config.task, config.data, config.data_sha256)
+
+
 def deal(config: Config, data: Data, workers: range | None = None) -> Shards:
     """The data of a run, dealt out."""
+    split = splits.parse(config.split)
+    if isinstance(split, splits.era) and not data.in_order:
+        raise ValueError(
+            f"split era deals out samples that stand in the order of time, and those of task {config.task} do not: "
+            "take pool, iid or dirichlet:ALPHA"
+        )
     assert config.batch_size is not None
     if config.workers > len(data.train_x):
         raise ValueError(f"workers must be at most the {len(data.train_x)} samples, got {config.workers}")
@@ -27,16 +39,19 @@ def deal(config: Config, data: Data, workers: range | None = None) -> Shards:
         batch_size=config.batch_size,
         seed=config.seed,
         workers=workers,
-        split=splits.parse(config.split),
+        split=split,
+        labels=data.labels,
     )
 
 
-def class_counts(config: Config) -> list[list[int]]:
-    """How many samples of each class each worker sees in the first epoch."""
-    shards = deal(config, tasks.load(config.task))
-    labels = shards.y[shards.indices(0)].transpose(0, 1).flatten(1)
-    counts: list[list[int]] = [row.bincount(minlength=int(shards.y.max()) + 1).tolist() for row in labels]
-    return counts
+def who_saw_what(config: Config) -> dict[str, Any]:
+    """How many samples of each group each worker sees in the first epoch; what the groups are, and their names."""
+    data = load(config)
+    shards = deal(config, data)
+    seen = data.labels[shards.indices(0)].transpose(0, 1).flatten(1)
+    size = int(data.labels.max()) + 1
+    names = data.group_names or tuple(map(str, range(size)))
+    return {"counts": [row.bincount(minlength=size).tolist() for row in seen], "names": names, "word": data.group_word}
 
 
 def num_steps(config: Config, shards: Shards) -> int:
@@ -47,7 +62,7 @@ def num_steps(config: Config, shards: Shards) -> int:
 def stream(config: Config, *, first_epoch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """A lone worker's batches as its model sees them, without end."""
     task = tasks.find(config.task)
-    shards = deal(config, tasks.load(config.task))
+    shards = deal(config, load(config))
     for epoch in itertools.count(first_epoch):
         for x, y in shards.epoch(epoch):
             yield task.prepare(x[0]), y[0]

@@ -19,7 +19,7 @@ from prsgd import _json, files
 from prsgd import cluster as clusters
 from prsgd.errors import CheckpointError
 from prsgd.lab.config import Config
-from prsgd.lab.feed import class_counts
+from prsgd.lab.feed import who_saw_what
 from prsgd.records import Summary
 from prsgd.saving.states import write
 
@@ -68,7 +68,7 @@ def locked(folder: Path) -> Iterator[None]:
 def prepare(config: Config, folder: Path) -> None:
     """Make a new run's folder, with what is known before it starts."""
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder / files.SPLIT, json.dumps({"counts": class_counts(config)}).encode())
+    write(folder / files.SPLIT, json.dumps(who_saw_what(config)).encode())
     write(folder / files.ENVIRONMENT, json.dumps(environment(), indent=2).encode())
     cluster = config.modelled()
     if cluster is not None:

@@ -15,6 +15,7 @@ from prsgd._check import one_of, shown
 
 if TYPE_CHECKING:
     from prsgd.averaging.base import Averaging
+    from prsgd.averaging.wires.base import Wire
     from prsgd.schedules.base import Schedule
 
 
@@ -47,6 +48,18 @@ class Settings:
     switch: float | None = None
     """Where a method changes from one phase to another: a whole number of steps of each worker, or a fraction of the
     run; None: the method's own."""
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    """Of a method whose averages are steps of an outer optimizer; None: the method's own."""
+
+    def outer(self, wire: Wire | None = None, *, lr: float, momentum: float, **how: bool) -> Averaging:
+        """An outer optimizer on the mean that travels so, with this lr and momentum unless others are given."""
+        return prsgd.outer(
+            lr if self.outer_lr is None else self.outer_lr,
+            momentum if self.outer_momentum is None else self.outer_momentum,
+            of=prsgd.mean(self.weights, wire),
+            **how,
+        )
 
     def switch_step(self, usual: float) -> int:
         """The steps before the switch, at ``usual`` unless another is given; 1 for a fraction of an unknown length.
@@ -84,13 +97,18 @@ class Method:
     """Can workers count by their steps?"""
     switches: bool = False
     """Has it two phases, with a switch that can be given?"""
+    is_outer: bool = False
+    """Are its averages steps of an outer optimizer, whose lr and momentum can be given?"""
+    optimizer: str | None = None
+    """The workers', where the method is one of that optimizer alone."""
 
     def takes(self, option: str) -> bool:
         """Is this option of a run, by its name in a config, of any use to the method?"""
-        return {"switch": self.switches, "recipe": self.keeps_lr, "warmup": self.keeps_lr}.get(option, True)
+        uses = {"switch": self.switches, **dict.fromkeys(("recipe", "warmup"), self.keeps_lr)}
+        return {**uses, **dict.fromkeys(("outer_lr", "outer_momentum"), self.is_outer)}.get(option, True)
 
 
-SPECIAL = ("switch", "recipe", "warmup")
+SPECIAL = ("switch", "recipe", "warmup", "outer_lr", "outer_momentum")
 """Options of a run that some methods have no use for."""
 
 METHODS = {
@@ -208,16 +226,54 @@ METHODS = {
         "PR-SGD whose averages are steps of an outer optimizer with slow momentum, in units of the lr.",
         "Wang, Tantia, Ballas, Rabbat 2020",
         lambda given: Parts(
-            prsgd.every(given.period),
-            prsgd.outer(lr=1.0, momentum=0.7, nesterov=False, by_inner_lr=True, of=prsgd.mean(given.weights)),
+            prsgd.every(given.period), given.outer(lr=1.0, momentum=0.7, nesterov=False, by_inner_lr=True)
         ),
+        is_outer=True,
     ),
     "diloco": Method(
-        "PR-SGD whose averages are steps of an outer optimizer with Nesterov momentum.",
+        "PR-SGD whose averages are steps of an outer optimizer with Nesterov momentum. As published the workers' own "
+        "is AdamW (--optimizer adamw).",
         "Douillard et al. 2023",
-        lambda given: Parts(prsgd.every(given.period), prsgd.outer(of=prsgd.mean(given.weights))),
+        lambda given: Parts(prsgd.every(given.period), given.outer(lr=0.7, momentum=0.9)),
+        is_outer=True,
+    ),
+    "sparseloco": Method(
+        "DiLoCo that sends the largest fiftieth of what each worker has changed; the rest is added to the next change. "
+        "As published the workers' own optimizer is AdamW (--optimizer adamw), and the values travel in 2 bits: here "
+        "they travel whole.",
+        "Sarfi et al. 2025",
+        lambda given: Parts(prsgd.every(given.period), given.outer(prsgd.sparse(0.02), lr=0.7, momentum=0.9)),
+        is_outer=True,
+    ),
+    "local-adamw": Method(
+        "Local AdamW: every worker takes PERIOD steps of AdamW on its own, then all restart from the average of their "
+        "models, and each keeps its own moments.",
+        "PR-SGD with AdamW; Douillard et al. 2023 compare with it",
+        lambda given: Parts(prsgd.every(given.period), prsgd.mean(given.weights)),
+        optimizer="adamw",
+    ),
+    "local-adamw-averaged": Method(
+        "Local AdamW that averages both moments along with the models: three times the bytes.",
+        "PR-SGD with AdamW",
+        lambda given: Parts(prsgd.every(given.period), prsgd.mean(given.weights), optimizer_state="average"),
+        optimizer="adamw",
+    ),
+    "local-adamw-reset": Method(
+        "Local AdamW whose workers forget both moments at every average.",
+        "PR-SGD with AdamW",
+        lambda given: Parts(prsgd.every(given.period), prsgd.mean(given.weights), optimizer_state="reset"),
+        optimizer="adamw",
     ),
 }
+
+
+def of_optimizer(optimizer: str) -> list[str]:
+    """The methods that go with this optimizer of the workers: "all" of them, in a comparison.
+
+    >>> "local-adamw" in of_optimizer("sgd"), "pr-sgd" in of_optimizer("adamw")
+    (False, True)
+    """
+    return [name for name, method in METHODS.items() if method.optimizer in (None, optimizer)]
 
 
 def find(name: str) -> Method:

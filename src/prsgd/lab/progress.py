@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from prsgd import metrics
 from prsgd.errors import DivergedError
 from prsgd.records import Evaluation, Record, Summary
 
@@ -42,11 +43,12 @@ class Tally:
 
     step: int = 0
     """Of this process's workers; where they differ, how often the loop went round."""
-    epochs_seen: int = 0
+    looks: int = 0
+    """Evaluations on the way so far."""
     seconds: float = 0.0
     """Of training, evaluations left out."""
     best: float | None = None
-    """The highest test accuracy."""
+    """The best test score."""
     first_loss: float = math.inf
     """On the training set, before the first step."""
     totals: dict[str, float] = field(
@@ -77,8 +79,9 @@ class Tally:
         self.evaluation = evaluation
         if not self.step:
             self.first_loss = evaluation.train_loss
-        if evaluation.test_accuracy is not None:
-            self.best = max(evaluation.test_accuracy, self.best or 0.0)
+        score = evaluation.test_score
+        if score is not None and (self.best is None or metrics.find(evaluation.metric).is_better(score, self.best)):
+            self.best = score
 
     def progress(self, taken: float, num_steps: int, steps_per_epoch: int, round: int) -> Progress:
         """For a display, when ``taken`` of ``num_steps`` steps are behind the workers."""
@@ -105,8 +108,8 @@ class Tally:
             first_train_loss=self.first_loss,
             train_loss=last.train_loss,
             test_loss=last.test_loss,
-            test_accuracy=last.test_accuracy,
-            best_test_accuracy=self.best,
+            test_score=last.test_score,
+            best_test_score=self.best,
             epochs=last.epoch,
             steps=self.step,
             rounds=int(totals["rounds"]),
@@ -116,4 +119,5 @@ class Tally:
             samples=int(totals["samples"]),
             weights_sha256=weights_sha256,
             modelled_seconds=last.modelled_seconds,
+            metric=last.metric,
         )

@@ -31,7 +31,7 @@ from prsgd.lab import methods
 from prsgd.lab.checkpoint import Checkpoints, fingerprint
 from prsgd.lab.config import Config, lr_at
 from prsgd.lab.evaluate import Look, look_at
-from prsgd.lab.feed import Feed, deal, num_steps
+from prsgd.lab.feed import Feed, deal, load, num_steps
 from prsgd.lab.folder import locked
 from prsgd.lab.journal import Journal
 from prsgd.lab.optimizer import optimizer_of
@@ -53,7 +53,7 @@ def run(
     """Train ``config`` (resolved) in ``folder``, from its newest checkpoint if there is one.
 
     ``should_stop`` is asked after each step: once it says yes, the run saves a checkpoint and raises ``Stopped``; in
-    several processes it does so when the epoch ends, where all of them agree.
+    several processes it does so at the next evaluation, where all of them agree.
     """
     with locked(folder) if _rank() == 0 else nullcontext():
         return _Run(config, folder, observe or _nobody, should_stop or _never, tensorboard).go()
@@ -79,7 +79,7 @@ class _Run:
         self._config, self._folder, self._observe, self._should_stop = config, folder, observe, should_stop
         self._task = tasks.find(config.task)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        self._data = _to(tasks.load(config.task), device)
+        self._data = _to(load(config), device)
         torch.manual_seed(config.seed)
         assert config.model is not None
         cluster = config.modelled()
@@ -91,6 +91,7 @@ class _Run:
         self._rank = _rank()
         self._shards = deal(config, self._data, self._fleet.workers)
         self._num_steps = num_steps(config, self._shards)
+        self._look_every = config.look or self._shards.steps_per_epoch
         self._feed = Feed(config, self._task, self._data, self._shards, self._fleet.workers)
         self._uneven = methods.find(config.method).uneven
         self._model_clock = ClusterClock(cluster, seed=config.seed) if cluster and config.processes == 1 else None
@@ -134,7 +135,7 @@ class _Run:
         return self._summarize()
 
     def _train(self) -> None:
-        length, tally = self._shards.steps_per_epoch, self._tally
+        look, tally = self._look_every, self._tally
         recipe = methods.find(self._config.method).keeps_lr
         began = time.perf_counter()
         while not self._is_over():
@@ -153,8 +154,8 @@ class _Run:
             tally.seconds += now - began
             if self._is_over():
                 break
-            if self._taken() // length > tally.epochs_seen:
-                tally.epochs_seen = int(self._taken() // length)
+            if self._taken() // look > tally.looks:
+                tally.looks = int(self._taken() // look)
                 self._evaluate()
                 with self._local.paused():
                     self._save()
@@ -201,7 +202,7 @@ class _Run:
     # Looking at it
 
     def _evaluate(self, *, over: bool = False) -> None:
-        """The consensus's losses and accuracy; and whether to stop."""
+        """The consensus's losses and score; and whether to stop."""
         if over:
             seen = self._look(self._fleet.modules[0])  # it is the consensus
         else:
@@ -214,12 +215,13 @@ class _Run:
         length, tally, clock = self._shards.steps_per_epoch, self._tally, self._model_clock
         evaluation = Evaluation(
             epoch=seen.steps / self._config.workers / length,
-            step=tally.step if not self._uneven else self._num_steps if over else tally.epochs_seen * length,
+            step=tally.step if not self._uneven else self._num_steps if over else tally.looks * self._look_every,
             train_loss=seen.train_loss,
             test_loss=seen.test_loss,
-            test_accuracy=seen.test_accuracy,
+            test_score=seen.test_score,
             seconds=tally.seconds,
             modelled_seconds=None if clock is None else max(clock(worker) for worker in self._fleet.workers),
+            metric=None if self._task.metric is None else self._task.metric.name,
         )
         tally.see(evaluation)
         self._journal.write("evaluation", asdict(evaluation))
@@ -252,7 +254,7 @@ class _Run:
         }
         # In several processes whose steps differ, by what they have in common.
         common = self._uneven and not self._alone
-        step = self._tally.epochs_seen * self._shards.steps_per_epoch if common else self._tally.step
+        step = self._tally.looks * self._look_every if common else self._tally.step
         self._checkpoints.save(step, state)
 
     def _resume(self) -> dict[str, Any] | None:
@@ -281,7 +283,11 @@ class _Run:
 
 
 def _to(data: Data, device: torch.device) -> Data:
-    return Data(**{f.name: getattr(data, f.name).to(device) for f in dataclasses.fields(data)})
+    moved: dict[str, Any] = {}
+    for field in dataclasses.fields(data):
+        part = getattr(data, field.name)
+        moved[field.name] = part.to(device) if isinstance(part, Tensor) else part
+    return Data(**moved)
 
 
 def _rank() -> int:

@@ -18,7 +18,7 @@ from prsgd.comm.base import Communicator
 from prsgd.comm.joining import current
 from prsgd.errors import UsageError
 from prsgd.replicas.rows import trainable
-from prsgd.replicas.vectorized import CannotCompile, CannotVectorize, LossFn, Vectorized, suits
+from prsgd.replicas.vectorized import CannotCompile, CannotVectorize, IsSlower, LossFn, Vectorized, suits
 
 
 class Fleet:
@@ -125,7 +125,10 @@ class Fleet:
         return losses
 
     def _vectorize(self) -> Vectorized | None:
-        return Vectorized(self.modules, self._named, self.rows, self.compile) if self.mode == "vmap" else None
+        if self.mode == "loop":
+            return None
+        if_faster = self._chosen_by_us and not self.compile
+        return Vectorized(self.modules, self._named, self.rows, self.compile, if_faster)
 
     def _backward_loop(self, loss_fn: LossFn, x: Any, y: Any, places: Sequence[int]) -> Tensor:
         losses = []
@@ -150,6 +153,8 @@ class Fleet:
             if not self._chosen_by_us:
                 raise ValueError(f'mode="vmap" cannot run this model and loss, use mode="loop": {problem}') from problem
             self.mode, self.compile, self._vectorized = "loop", False, None
+            if isinstance(problem, IsSlower):
+                return None
             warnings.warn(
                 f"the fleet runs its workers in a loop, since vmap cannot: {problem}", UserWarning, stacklevel=3
             )

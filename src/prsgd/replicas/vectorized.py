@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ class CannotVectorize(Exception):  # noqa: N818 - not an error: the loop takes o
     """vmap does not take this model, loss or batch."""
 
 
+class IsSlower(CannotVectorize):
+    """vmap takes it, but as a slow loop of its own: it has no rule for an operation, such as attention on a CPU."""
+
+
 class CannotCompile(Exception):  # noqa: N818 - like the one above
     """torch.compile fails where vmap alone does not."""
 
@@ -53,12 +58,18 @@ class Vectorized:
     be the first worker's alone: such models are refused.
 
     ``compiled``: steps that all hosted workers take run as one program made by torch.compile for each loss function.
+    ``if_faster``: what vmap would loop over itself, which torch warns of, is refused as ``IsSlower``.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], named: Sequence[Mapping[str, Parameter]], rows: Tensor, compiled: bool
+        self,
+        modules: Sequence[nn.Module],
+        named: Sequence[Mapping[str, Parameter]],
+        rows: Tensor,
+        compiled: bool,
+        if_faster: bool = False,
     ) -> None:
-        self._modules, self._named = modules, named
+        self._modules, self._named, self._if_faster = modules, named, if_faster
         self._compiled: dict[int, tuple[LossFn, Program]] | None = {} if compiled else None
         first = named[0]
         parts = rows.split([p.numel() for p in first.values()], dim=1)
@@ -89,7 +100,8 @@ class Vectorized:
         run = program if self._compiled is None or not everyone else self._compile(loss_fn, program)
         attributes = None if self._proven else _Attributes(self._modules[0])
         try:
-            gradients, (losses, replaced) = run(parameters, {**buffers, **frozen}, xs, ys)
+            with nullcontext() if self._proven or not self._if_faster else _refusing_loops():
+                gradients, (losses, replaced) = run(parameters, {**buffers, **frozen}, xs, ys)
             if attributes is not None:
                 attributes.check()
         except Exception as error:  # of any kind: whatever vmap has no rule for
@@ -106,6 +118,8 @@ class Vectorized:
                 error = problem
             if attributes is not None:
                 attributes.restore()
+            if self._if_faster and _LOOPS in str(error):
+                raise IsSlower(_first_line(error)) from error
             raise CannotVectorize(_first_line(error)) from error
         self._proven = True
         for name, value in {**({} if everyone else buffers), **replaced}.items():
@@ -265,6 +279,18 @@ def _held(module: nn.Module, leaf: str) -> Tensor:
     held = found if found is not None else module._parameters[leaf]
     assert held is not None
     return held
+
+
+_LOOPS = "There is a performance drop because we have not yet implemented the batching rule"
+"""What torch warns of, as of 2.13, where vmap goes through the workers one by one."""
+
+
+@contextmanager
+def _refusing_loops() -> Iterator[None]:
+    """In here that warning is an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=_LOOPS)
+        yield
 
 
 def _problem(

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from prsgd.lab.methods import METHODS
-from prsgd.lab.recipe import ADAM_BETA2
+from prsgd.lab.methods import METHODS, of_optimizer
+from prsgd.lab.recipe import ADAM_BETA2, OPTIMIZERS
 from prsgd.report.read import Run
 from prsgd.report.series import Group, differing
 
 _OPTIONS = (
-    "task", "model", "method", "workers", "period", "overlap", "switch", "epochs", "steps", "batch_size", "lr",
-    "momentum", "weight_decay", "optimizer", "recipe", "warmup", "clip", "accumulate", "split", "processes", "cluster",
-    "seconds", "weights",
+    "task", "model", "method", "workers", "period", "overlap", "switch", "outer_lr", "outer_momentum", "epochs",
+    "steps", "batch_size", "lr", "momentum", "weight_decay", "optimizer", "recipe", "warmup", "clip", "accumulate",
+    "split", "data", "look", "processes", "cluster", "seconds", "weights",
 )  # fmt: skip
 _VARIED = ("method", "period", "overlap")
 _USUAL = {
     "method": "pr-sgd",
-    "weight_decay": "0.0",
-    "optimizer": "sgd",
-    "recipe": "drops",
-    "warmup": "0.0",
-    "clip": "0.0",
     "accumulate": "1",
     "split": "iid",
     "processes": "1",
@@ -143,6 +139,8 @@ def split_sentence(split: str) -> str:
             "the smaller the number, the fewer classes a worker sees."
         )
     known = {
+        "era": "Each worker keeps an era of its own: the samples stand in the order of time, and are cut into equal "
+        "shares.",
         "pool": "All workers draw from one pool that holds all samples.",
         "iid": "In each epoch the samples are dealt out anew at random, in equal shares (iid).",
     }
@@ -186,7 +184,7 @@ def _compare(runs: Sequence[Run]) -> list[str]:
         return []
     several = {"method": methods, "period": numbers, "overlap": overlaps}
     words = {key: " ".join(str(v) for v in values if v is not None) or None for key, values in several.items()}
-    if set(methods) == set(METHODS):
+    if set(methods) == set(of_optimizer(str(runs[0].config.get("optimizer")))):
         words["method"] = "all"
     count = len(seeds) if seeds == list(range(len(seeds))) else " ".join(map(str, seeds))
     return ["prsgd compare", *_typed({**runs[0].config, **words}), f"--seeds {count}"]
@@ -209,7 +207,12 @@ def _given(config: dict[str, Any], key: str) -> Any:
 
 def _typed(config: dict[str, Any]) -> list[str]:
     given = {key: _given(config, key) for key in _OPTIONS}
-    shown = {key: value for key, value in given.items() if value is not None and str(value) != _USUAL.get(key)}
+    own = OPTIMIZERS.get(str(config.get("optimizer")))
+    usual = {
+        **_USUAL,
+        **({} if own is None else {key: str(value) for key, value in asdict(own).items() if key != "lr"}),
+    }
+    shown = {key: value for key, value in given.items() if value is not None and str(value) != usual.get(key)}
     return [f"--{key.replace('_', '-')} {value}" for key, value in shown.items()]
 
 

@@ -29,6 +29,8 @@ class Chart:
     log_y: bool = False
     floor: float | None = None
     """Where the y axis begins; None: at the lowest value."""
+    ceiling: float | None = None
+    """Where it ends; None: at the highest value."""
     marks: tuple[float, ...] = ()
     """The epochs at which the lr falls."""
     curves: tuple[Curve, ...]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import fmean
 
 from prsgd.lab.recipe import LR_DROPS
+from prsgd.metrics import Metric
 from prsgd.records import Record
 from prsgd.report.chart import Chart, Curve
 from prsgd.report.read import Run
@@ -22,10 +24,29 @@ def training_loss(groups: Sequence[Group]) -> Chart | None:
     return _by_epoch(groups, "Training loss", "training loss", curves, log_y=True)
 
 
-def test_accuracy(groups: Sequence[Group]) -> Chart | None:
-    """The same in percent; None where a task has none."""
-    curves = _curves(groups, _accuracy_points)
-    return _by_epoch(groups, "Test accuracy", "test accuracy (%)", curves, log_y=False, floor=_floor(curves))
+def score(metric: Metric, groups: Sequence[Group]) -> Chart | None:
+    """On samples that nobody trained on; None where a task has another metric, or none."""
+    curves = _curves(groups, partial(_score_points, metric))
+    what = metric.axis.partition(" (")[0].capitalize()
+    edge = _edge(curves, metric)
+    edges = {"floor": edge} if metric.higher_is_better else {"ceiling": edge}
+    return _by_epoch(groups, what, metric.axis, curves, log_y=False, **edges)
+
+
+def score_against(metric: Metric, what: str, groups: Sequence[Group]) -> Chart | None:
+    """The same against "bytes" or "modelled-seconds"."""
+    places, x_label, log_x = _COSTS[what]
+
+    def points(run: Run) -> Points:
+        scores, at = _score_points(metric, run), places(run)
+        return {step: (at[step][0], y) for step, (_, y) in scores.items() if step in at}
+
+    curves = _curves(groups, points)
+    config = groups[0].runs[0].config
+    title = f"{metric.axis.capitalize()} of {config['model']} on {config['task']} against {x_label}"
+    edge = _edge(_curves(groups, partial(_score_points, metric)), metric)
+    chart = Chart(title=title, x_label=x_label, y_label=metric.axis, log_x=log_x, ceiling=edge, curves=curves)
+    return chart if curves else None
 
 
 def drift(groups: Sequence[Group]) -> Chart | None:
@@ -63,11 +84,15 @@ def _by_epoch(
     *,
     log_y: bool,
     floor: float | None = None,
+    ceiling: float | None = None,
 ) -> Chart | None:
     config = groups[0].runs[0].config
     title = f"{what} of {config['model']} on {config['task']}, {config['workers']} workers"
     marks = lr_drops(groups)
-    chart = Chart(title=title, x_label="epoch", y_label=y_label, log_y=log_y, floor=floor, marks=marks, curves=curves)
+    chart = Chart(
+        title=title, x_label="epoch", y_label=y_label, log_y=log_y, floor=floor, ceiling=ceiling, marks=marks,
+        curves=curves,
+    )  # fmt: skip
     return chart if curves else None
 
 
@@ -96,9 +121,9 @@ def _loss_points(run: Run) -> Points:
     return {seen.step: (seen.epoch, seen.train_loss) for seen in run.evaluations}
 
 
-def _accuracy_points(run: Run) -> Points:
-    seen = ((e.step, e.epoch, e.test_accuracy) for e in run.evaluations)
-    return {step: (epoch, 100 * accuracy) for step, epoch, accuracy in seen if accuracy is not None}
+def _score_points(metric: Metric, run: Run) -> Points:
+    scored = (seen for seen in run.evaluations if seen.test_score is not None and seen.metric == metric.name)
+    return {seen.step: (seen.epoch, run.score(seen)) for seen in scored}
 
 
 def _modelled_points(run: Run) -> Points:
@@ -123,6 +148,13 @@ def _byte_points(run: Run) -> Points:
         if sent:
             points[seen.step] = (sent / 1e6, seen.train_loss)
     return points
+
+
+_COSTS: dict[str, tuple[Callable[[Run], Points], str, bool]] = {
+    "bytes": (_byte_points, "MB sent per worker", True),
+    "modelled-seconds": (_modelled_points, "modelled seconds", False),
+}
+"""Where the points lie, what they are, and whether their axis is logarithmic."""
 
 
 def _drift_curves(groups: Sequence[Group]) -> tuple[Curve, ...]:
@@ -182,11 +214,19 @@ def _curve(group: Group, style: int, seeds: Sequence[Points], above_zero: bool) 
     return Curve(group.name, style, x, mean, low, high)
 
 
-def _floor(curves: Sequence[Curve]) -> float | None:
-    """Below what is seen after a tenth of the run: the first steps would squeeze the rest into a line."""
+def _edge(curves: Sequence[Curve], metric: Metric) -> float | None:
+    """Beyond what is seen after a tenth of the run: the first steps would squeeze the rest into a line.
+
+    Below where higher is better, and above where lower is.
+    """
     length = max((curve.x[-1] for curve in curves), default=0.0)
     if sum(x >= length / 10 for curve in curves[:1] for x in curve.x) < 6:
         return None
-    late = [low for curve in curves for x, low in zip(curve.x, curve.low) if x >= length / 10]
-    top = max((high for curve in curves for high in curve.high), default=0.0)
-    return max(0.0, min(late) - 0.08 * (top - min(late)) - 0.1) if late else None
+    late = [edge for curve in curves for x, *edge in zip(curve.x, curve.low, curve.high) if x >= length / 10]
+    if not late:
+        return None
+    if metric.higher_is_better:
+        bottom, top = min(low for low, _ in late), max(high for curve in curves for high in curve.high)
+        return max(0.0, bottom - 0.08 * (top - bottom) - 0.1)
+    bottom, top = min(low for curve in curves for low in curve.low), max(high for _, high in late)
+    return top + 0.08 * (top - bottom)

@@ -90,6 +90,11 @@ function draw(self) {
     const top = Math.max(...chart.curves.flatMap((curve) => curve.high));
     high = top + 0.06 * (top - low || 1);
   }
+  if (chart.ceiling !== null) {
+    high = chart.ceiling;
+    const bottom = Math.min(...chart.curves.flatMap((curve) => curve.low));
+    low = bottom - 0.06 * (high - bottom || 1);
+  }
   self.x = axis(chart.log_x, left, right, box.left, box.right);
   self.y = axis(chart.log_y, low, high, box.bottom, box.top);
   self.box = box;
@@ -221,12 +226,12 @@ function leave(self) {
 function drawSplit(figure) {
   figure.querySelector("svg")?.remove();
   const width = Math.max(280, Math.round(figure.clientWidth));
-  const tall = data.split.length > 24 ? 12 : 26;
-  const height = data.split.length * tall + 52;
-  const root = svg("svg", { class: "chart", role: "img", "aria-label": "Samples of each class that each worker saw", viewBox: `0 0 ${width} ${height}` }, figure);
-  const most = Math.max(1, ...data.split.map((row) => row.reduce((sum, count) => sum + count, 0)));
+  const tall = data.split.counts.length > 24 ? 12 : 26;
+  const height = data.split.counts.length * tall + 52;
+  const root = svg("svg", { class: "chart", role: "img", "aria-label": `Samples of each ${data.split.word} that each worker saw`, viewBox: `0 0 ${width} ${height}` }, figure);
+  const most = Math.max(1, ...data.split.counts.map((row) => row.reduce((sum, count) => sum + count, 0)));
   const x = axis(false, 0, most, 62, width - 14);
-  data.split.forEach((row, worker) => {
+  data.split.counts.forEach((row, worker) => {
     let begin = 0;
     const top = 6 + worker * tall;
     const every = Math.ceil(14 / tall);
@@ -234,11 +239,12 @@ function drawSplit(figure) {
     row.forEach((count, label) => {
       if (!count) return;
       const [from, to] = [x(begin), x(begin + count)];
-      const bar = svg("rect", { class: "bar", x: from, y: top + 1.5, width: Math.max(0.5, to - from - 1), height: tall - 3, fill: data.classes[label].fill }, root);
-      svg("title", {}, bar).textContent = `worker ${worker}, class ${label}: ${count} samples`;
-      if (to - from > 16 && tall > 16) {
-        const ink = `fill:${data.classes[label].ink};font-size:12px;pointer-events:none`;
-        text(root, label, { x: (from + to - 1) / 2, y: top + tall / 2 + 4, "text-anchor": "middle", style: ink });
+      const bar = svg("rect", { class: "bar", x: from, y: top + 1.5, width: Math.max(0.5, to - from - 1), height: tall - 3, fill: data.groups[label].fill }, root);
+      svg("title", {}, bar).textContent = `worker ${worker}, ${data.split.word} ${data.split.names[label]}: ${count} samples`;
+      const name = data.split.names[label];
+      if (to - from > 9 + 7 * name.length && tall > 16) {
+        const ink = `fill:${data.groups[label].ink};font-size:12px;pointer-events:none`;
+        text(root, name, { x: (from + to - 1) / 2, y: top + tall / 2 + 4, "text-anchor": "middle", style: ink });
       }
       begin += count;
     });

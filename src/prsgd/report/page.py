@@ -10,12 +10,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from prsgd import files
+from prsgd import files, metrics
 from prsgd.report import about, series
 from prsgd.report.chart import Chart
 from prsgd.report.figures import FIGURES, draw
 from prsgd.report.figures.base import Picture, applying
-from prsgd.report.figures.split import Split, class_colours, is_light
+from prsgd.report.figures.split import Split, group_colours, is_light
 from prsgd.report.read import read
 from prsgd.report.series import Group, group, rows
 from prsgd.report.table import row_cells, seeds_differ, write_csv
@@ -65,7 +65,7 @@ def _render(groups: Sequence[Group], pictures: Sequence[Picture[Any]], out: Path
         has_modelled=any(row.modelled_seconds is not None for row in table),
         has_seeds=seeds_differ(table),
         baseline=_name(series.baseline(groups)),
-        has_accuracy=any(row.test_accuracy is not None for row in table),
+        metric=metrics.find(table[0].metric).axis if any(row.test_score is not None for row in table) else None,
         methods=about.method_words(groups),
         commands=about.commands(groups),
         environment=about.environments(groups),
@@ -124,11 +124,11 @@ def _static(name: str, out: Path) -> str:
 
 def _data(pictures: Sequence[Picture[Any]]) -> dict[str, Any]:
     split = next((picture.numbers for picture in pictures if isinstance(picture.numbers, Split)), None)
-    colours = [] if split is None else class_colours(len(split.counts[0]))
+    colours = [] if split is None else group_colours(len(split.counts[0]))
     return {
         **chart_data(charts(pictures)),
-        "split": None if split is None else split.counts,
-        "classes": [{"fill": colour, "ink": "#000" if is_light(colour) else "#fff"} for colour in colours],
+        "split": None if split is None else {"counts": split.counts, "names": split.names, "word": split.word},
+        "groups": [{"fill": colour, "ink": "#000" if is_light(colour) else "#fff"} for colour in colours],
     }
 
 

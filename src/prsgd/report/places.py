@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from prsgd import cluster as clusters
+from prsgd import metrics
+from prsgd.metrics import Metric
 from prsgd.report.read import Run
 from prsgd.report.series import Group, Measured, rows
 
@@ -25,7 +27,7 @@ class Place:
 
     name: str
     style: int
-    quality: str
+    metric: Metric
     """What the score is."""
     score: Measured
     megabytes: float
@@ -42,20 +44,20 @@ def places(groups: Sequence[Group]) -> list[Place]:
     comparable = all(_equally_fast(run) for _, group, _ in done for run in group.counted)
     found = []
     for style, group, row in done:
-        score = row.test_accuracy or row.train_loss
+        score = row.score
         assert score is not None, "it is finished"
         assert row.megabytes is not None
         assert row.rounds is not None
         seconds = {name: fmean(seconds_on(run, name) for run in group.counted) for name in CLUSTERS if comparable}
-        quality = "test accuracy (%)" if row.test_accuracy else "training loss"
-        found.append(Place(group.name, style, quality, score, row.megabytes, row.rounds, seconds))
+        found.append(Place(group.name, style, metrics.find(row.metric), score, row.megabytes, row.rounds, seconds))
     return found
 
 
 def far_below(found: Sequence[Place]) -> list[Place]:
-    """At most two that are so much worse that the others could not be told apart beside them; only of accuracies."""
+    """At most two that are so much worse that the others could not be told apart beside them; only where more is
+    better."""
     ranked = sorted(found, key=lambda place: place.score.mean)
-    if "accuracy" not in found[0].quality or len(ranked) < 2 * LEAST_METHODS:
+    if not found[0].metric.higher_is_better or len(ranked) < 2 * LEAST_METHODS:
         return []
     top = ranked[-1].score.mean
     for count in (1, 2):

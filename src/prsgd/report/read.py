@@ -11,16 +11,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from prsgd import _json, files
+from prsgd import _json, files, metrics
 from prsgd._check import shown
 from prsgd._fields import LARGEST, MOST, checks_of, restored
 from prsgd.clocks.trace import Span
 from prsgd.clocks.trace import read as read_trace
 from prsgd.lab.methods import METHODS, label
 from prsgd.lab.recipe import LR_DROPS
+from prsgd.metrics import Metric
 from prsgd.records import Evaluation, Record, Summary
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Who saw what."""
+
+    counts: tuple[tuple[int, ...], ...]
+    """A row for each worker, a column for each group of samples."""
+    names: tuple[str, ...]
+    """The groups'."""
+    word: str
+    """What a group is: a class, or a decade."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +47,8 @@ class Run:
     evaluations: tuple[Evaluation, ...]
     summary: Summary | None
     """None while it is unfinished."""
-    split: tuple[tuple[int, ...], ...] | None
-    """Samples of each class that each worker saw in its first epoch."""
+    split: Seen | None
+    """Samples of each group that each worker saw in its first epoch."""
 
     @property
     def label(self) -> str:
@@ -48,6 +61,16 @@ class Run:
     def last(self) -> Evaluation | None:
         """How good the model was when last looked at."""
         return self.evaluations[-1] if self.evaluations else None
+
+    @property
+    def metric(self) -> Metric:
+        """What it is judged by: that of its task, or the training loss."""
+        scored = self.last is not None and self.last.test_score is not None
+        return metrics.find(self.last.metric if scored and self.last is not None else None)
+
+    def score(self, seen: Evaluation) -> float:
+        """How good an evaluation found the model, by that metric, in the numbers that people read."""
+        return seen.train_loss if seen.test_score is None else seen.test_score * self.metric.shown
 
     @property
     def diverged(self) -> bool:
@@ -148,13 +171,15 @@ def read(folders: Sequence[Path]) -> list[Run]:
 
 
 _NEEDED = ("task", "model", "method", "workers", "seed")
-_TEXTS = ("task", "model", "method", "split", "cluster", "weights", "optimizer", "recipe")
+_TEXTS = (
+    "task", "model", "method", "split", "data", "data_sha256", "cluster", "weights", "optimizer", "recipe",
+)  # fmt: skip
 _WHOLE = {
-    **dict.fromkeys(("workers", "period", "epochs", "steps", "batch_size", "processes", "accumulate"), 1),
+    **dict.fromkeys(("workers", "period", "epochs", "steps", "batch_size", "processes", "accumulate", "look"), 1),
     **dict.fromkeys(("seed", "overlap"), 0),
 }
 """The least that each can be."""
-_NUMBERS = ("lr", "momentum", "weight_decay", "seconds", "switch", "warmup", "clip")
+_NUMBERS = ("lr", "momentum", "weight_decay", "seconds", "switch", "outer_lr", "outer_momentum", "warmup", "clip")
 
 
 def _read_run(folder: Path) -> Run:
@@ -176,7 +201,7 @@ def _read_run(folder: Path) -> Run:
         averages=tuple(_by_samples(averages, config)),
         evaluations=tuple(evaluations),
         summary=_summary(*given["summary"]) if "summary" in given else None,
-        split=_counts(*given["split"]) if "split" in given else None,
+        split=_seen(*given["split"]) if "split" in given else None,
     )
 
 
@@ -221,7 +246,7 @@ def _checked(kind: type[T], values: dict[str, Any]) -> T:
     return restored(kind, {name: values.get(name) for name in checks_of(kind)})
 
 
-def _counts(path: Path, split: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+def _seen(path: Path, split: dict[str, Any]) -> Seen:
     rows = split.get("counts")
     whole = isinstance(rows, list) and all(
         isinstance(row, list) and len(row) == len(rows[0]) and all(type(n) is int and n >= 0 for n in row)
@@ -229,7 +254,12 @@ def _counts(path: Path, split: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
     )
     if not rows or not whole:
         raise ValueError(f"{path}: counts must be rows of whole numbers >= 0, one row per worker, all of one length")
-    return tuple(tuple(row) for row in rows)
+    names = split.get("names", list(map(str, range(len(rows[0])))))
+    word = split.get("word", "class")
+    fits = isinstance(names, list) and len(names) == len(rows[0]) and all(isinstance(name, str) for name in names)
+    if not fits or not isinstance(word, str):
+        raise ValueError(f"{path}: names must be {len(rows[0])} texts, as many as a row has counts, and word a text")
+    return Seen(tuple(tuple(row) for row in rows), tuple(names), word)
 
 
 def _records(path: Path) -> tuple[list[Record], list[Evaluation]]:

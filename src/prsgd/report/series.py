@@ -10,11 +10,13 @@ from statistics import fmean, stdev
 
 from prsgd._check import one_of
 from prsgd.lab.methods import METHODS
+from prsgd.metrics import TRAINING_LOSS
 from prsgd.report.read import Run
 
 _TELLING = (
-    "model", "workers", "epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "split", "processes",
-    "cluster", "weights", "switch", "optimizer", "recipe", "warmup", "clip", "accumulate",
+    "model", "workers", "epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "split", "data_sha256",
+    "processes", "cluster", "weights", "switch", "outer_lr", "outer_momentum", "optimizer", "recipe", "warmup",
+    "clip", "accumulate",
 )  # fmt: skip
 
 
@@ -77,14 +79,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. The accuracy in percent, the drift a squared distance."""
+    """A line of the table. The score as people read the metric (an accuracy in percent), the drift squared."""
 
     label: str
     name: str
     state: str
     seeds: int
     train_loss: Measured | None
-    test_accuracy: Measured | None
+    test_score: Measured | None
+    """None where the task has no metric."""
     rounds: float | None
     megabytes: float | None
     """Sent by each worker."""
@@ -93,6 +96,13 @@ class Row:
     drift: float | None
     seconds: float | None
     modelled_seconds: float | None = None
+    metric: str = TRAINING_LOSS.name
+    """What it is judged by; the training loss where the task has no metric."""
+
+    @property
+    def score(self) -> Measured | None:
+        """By that; None while there is none."""
+        return self.train_loss if self.test_score is None else self.test_score
 
 
 def group(runs: Sequence[Run], *, baseline: str | None = None) -> list[Group]:
@@ -189,6 +199,11 @@ def rows(groups: Sequence[Group]) -> list[Row]:
 def _row(group: Group, base_bytes: float | None) -> Row:
     counted = group.counted
     lasts = [run.last for run in counted if run.last is not None]
+    scored = [
+        run
+        for run in counted
+        if run.last is not None and run.last.test_score is not None and math.isfinite(run.last.test_score)
+    ]
     drifts = [run.mean_drift for run in counted if run.mean_drift is not None]
     sent = fmean(run.bytes_sent for run in counted) if counted else None
     return Row(
@@ -197,13 +212,14 @@ def _row(group: Group, base_bytes: float | None) -> Row:
         state=group.state,
         seeds=len(counted),
         train_loss=measured([last.train_loss for last in lasts]),
-        test_accuracy=measured([100 * last.test_accuracy for last in lasts if last.test_accuracy is not None]),
+        test_score=measured([run.score(run.last) for run in scored if run.last is not None]),
         rounds=_rounds(group) if counted else None,
         megabytes=None if sent is None else sent / 1e6,
         share=sent / base_bytes if sent is not None and base_bytes and group.finished else None,
         drift=fmean(drifts) if drifts else None,
         seconds=fmean(last.seconds for last in lasts) if lasts else None,
         modelled_seconds=_mean([last.modelled_seconds for last in lasts if last.modelled_seconds is not None]),
+        metric=(counted or group.runs)[0].metric.name,
     )
 
 

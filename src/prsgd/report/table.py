@@ -6,12 +6,14 @@ import csv
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from prsgd import files
+from prsgd import files, metrics
 from prsgd.report.chart import Chart
 from prsgd.report.series import Group, Measured, Row, rows
 
 WIDTH = 80
-_HEADS = ("run", "accuracy %", "train loss", "seeds", "modelled s", "rounds", "MB sent", "share", "drift", "seconds")
+SCORE = "score"
+"""Where the metric is called by its name."""
+_HEADS = ("run", SCORE, "train loss", "seeds", "modelled s", "rounds", "MB sent", "share", "drift", "seconds")
 
 
 def text_table(groups: Sequence[Group]) -> str:
@@ -20,7 +22,8 @@ def text_table(groups: Sequence[Group]) -> str:
     cells = [[f"{row.name}{' *' if row.state else ''}", *row_cells(row)] for row in found]
     for row, line in zip(found, cells):
         line.insert(_HEADS.index("seeds"), str(row.seeds) if seeds_differ(found) else "")
-    heads = list(_HEADS)
+    metric = metrics.find(found[0].metric)
+    heads = [metric.column if head is SCORE else head for head in _HEADS]
     for column in reversed(range(1, len(heads))):
         if all(line[column] == "" for line in cells):
             for line in (heads, *cells):
@@ -48,7 +51,7 @@ def _width(*lines: Sequence[str]) -> int:
 def row_cells(row: Row) -> list[str]:
     """Everything behind the name, as people read it; empty where there is nothing to say."""
     return [
-        _measured(row.test_accuracy, ".2f"),
+        _measured(row.test_score, f".{metrics.find(row.metric).digits}f"),
         "" if row.train_loss is None else _three(row.train_loss.mean),
         "" if row.modelled_seconds is None else f"{row.modelled_seconds:,.4g}",
         "" if row.rounds is None else f"{row.rounds:,.0f}",
@@ -75,16 +78,16 @@ def write_csv(groups: Sequence[Group], charts: Mapping[str, Chart], folder: Path
 
 
 _TABLE_HEADS = (
-    "run", "state", "seeds", "test_accuracy_percent", "test_accuracy_spread", "train_loss", "train_loss_spread",
+    "run", "state", "seeds", "metric", "test_score", "test_score_spread", "train_loss", "train_loss_spread",
     "rounds", "megabytes_sent_per_worker", "share_of_baseline_bytes", "mean_drift", "train_seconds",
     "modelled_seconds",
 )  # fmt: skip
 
 
 def _table_line(row: Row) -> list[object]:
-    pairs = [(m.mean, m.spread) if m is not None else (None, None) for m in (row.test_accuracy, row.train_loss)]
+    pairs = [(m.mean, m.spread) if m is not None else (None, None) for m in (row.test_score, row.train_loss)]
     costs = [row.rounds, row.megabytes, row.share, row.drift, row.seconds, row.modelled_seconds]
-    return [row.label, row.state or "finished", row.seeds, *pairs[0], *pairs[1], *costs]
+    return [row.label, row.state or "finished", row.seeds, row.metric, *pairs[0], *pairs[1], *costs]
 
 
 def _write(path: Path, heads: Sequence[str], lines: Iterable[Sequence[object]]) -> None:

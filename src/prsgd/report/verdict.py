@@ -6,22 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from prsgd import metrics
+from prsgd.metrics import Metric
 from prsgd.report.series import Group, Measured, Row, baseline, differing, rows
-
-LEAST_POINTS = 0.2
-"""Of test accuracy, in percent: what is nearer than this counts as equal, however alike the seeds are."""
-MOST_POINTS = 0.5
-"""What is further behind has not reached it, however much the seeds differ: noise is no excuse."""
-LEAST_LOSS_SHARE = 0.02
-"""The same for the training loss, where a task has no accuracy: of the baseline's loss."""
 
 
 def verdict(groups: Sequence[Group]) -> str:
     """Which run got by with the least communication, against the baseline: the one that communicated most, unless
     another was named.
 
-    A run reached the baseline if it is not behind by more than 0.2 points, or by two standard errors of the difference
-    if that is more, but never by more than 0.5 points. Runs that are not finished are left out, and named.
+    A run reached the baseline if it is not behind by more than the metric's ``least`` (0.2 points of accuracy), or by
+    two standard errors of the difference if that is more, but never by more than its ``most`` (0.5 points). Runs that
+    are not finished are left out, and named.
     """
     base = baseline(groups)
     if base is None:
@@ -38,14 +34,14 @@ def verdict(groups: Sequence[Group]) -> str:
 
 @dataclass(frozen=True)
 class _Found:
-    """A finished group's numbers. ``score``: higher is better."""
+    """A finished group's numbers."""
 
     name: str
     score: Measured
     loss: float
     diverged: bool
     """Did any of its seeds?"""
-    by_accuracy: bool
+    metric: Metric
     rounds: float
     megabytes: float
 
@@ -54,38 +50,32 @@ class _Found:
         assert row.train_loss is not None
         assert row.rounds is not None
         assert row.megabytes is not None
-        loss = row.train_loss
-        score = row.test_accuracy or Measured(-loss.mean, loss.spread, loss.seeds)
-        return cls(
-            row.name,
-            score,
-            loss.mean,
-            "diverged" in row.state,
-            row.test_accuracy is not None,
-            row.rounds,
-            row.megabytes,
-        )
+        assert row.score is not None
+        diverged = "diverged" in row.state
+        metric = metrics.find(row.metric)
+        return cls(row.name, row.score, row.train_loss.mean, diverged, metric, row.rounds, row.megabytes)
 
     @property
     def value(self) -> str:
-        return f"{self.score.mean:.1f} %" if self.by_accuracy else f"{-self.score.mean:.3g}"
+        return self.metric.value.format(self.score.mean)
 
     @property
     def quality(self) -> str:
-        return f"a test accuracy of {self.value}" if self.by_accuracy else f"a training loss of {self.value}"
+        return self.metric.amount.format(self.value)
 
     @property
     def least(self) -> float:
         """The difference from this baseline that counts as none."""
-        return LEAST_POINTS if self.by_accuracy else LEAST_LOSS_SHARE * abs(self.score.mean)
+        return self.metric.least * (abs(self.score.mean) if self.metric.relative else 1.0)
 
     def behind(self, base: _Found) -> float:
-        return base.score.mean - self.score.mean
+        difference = base.score.mean - self.score.mean
+        return difference if self.metric.higher_is_better else -difference
 
     def tolerance(self, base: _Found) -> float:
         if min(self.score.seeds, base.score.seeds) < 2:
             return base.least
-        most = base.least * MOST_POINTS / LEAST_POINTS
+        most = base.least * self.metric.most / self.metric.least
         return min(most, max(base.least, 2 * math.sqrt(self.score.squared_error + base.score.squared_error)))
 
     def reached(self, base: _Found) -> bool:
@@ -97,32 +87,30 @@ class _Found:
 
 
 def _compare(base: _Found, others: Sequence[_Found]) -> list[str]:
-    what = "accuracy" if base.by_accuracy else "training loss"
+    metric = base.metric
     good = [other for other in others if other.reached(base) and not other.diverged]
     if not good:
         near = min(others, key=lambda other: other.behind(base))
-        loses = f"loses {near.behind(base):.1f} points" if base.by_accuracy else f"ends at {near.value}"
+        loses = f"ends at {near.value}" if metric.relative else f"loses {near.behind(base):.1f} points"
         return [
-            f"No other run reached the {what} of {base.name} ({base.value}).",
+            f"No other run reached the {metric.name} of {base.name} ({base.value}).",
             f"{_capital(near.name)} came nearest: it {loses}, with {_cost(near, base)}.",
         ]
     chosen = min(good, key=lambda other: (other.megabytes, other.behind(base)))
     values = f"{chosen.value} against {base.value}"
     if chosen.beat(base):
-        better = "was more accurate than" if base.by_accuracy else "reached a lower training loss than"
-        sentences = [f"{_capital(chosen.name)} {better} {base.name} ({values}), with {_cost(chosen, base)}."]
+        sentences = [f"{_capital(chosen.name)} {metric.better} {base.name} ({values}), with {_cost(chosen, base)}."]
     else:
         if chosen.behind(base) > base.least + 1e-9:
             values = f"within the seeds' spread, {values}"
         sentences = [
-            f"{_capital(chosen.name)} reached the {what} of {base.name} ({values}) with {_cost(chosen, base)}."
+            f"{_capital(chosen.name)} reached the {metric.name} of {base.name} ({values}) with {_cost(chosen, base)}."
         ]
-    if base.by_accuracy and chosen.loss > 1.1 * base.loss:
+    if metric.higher_is_better and chosen.loss > 1.1 * base.loss:
         sentences.append(f"Its training loss ended higher: {chosen.loss:.3g} against {base.loss:.3g}.")
-    best = max(good, key=lambda other: other.score.mean)
-    if best.score.mean > chosen.score.mean and best.beat(base):
-        most = "the most accurate" if base.by_accuracy else "the best"
-        sentences.append(f"{_capital(best.name)} was {most}: {best.value}, with {_cost(best, base)}.")
+    best = min(good, key=lambda other: other.behind(base))
+    if best.behind(base) < chosen.behind(base) and best.beat(base):
+        sentences.append(f"{_capital(best.name)} was {metric.best}: {best.value}, with {_cost(best, base)}.")
     return sentences
 
 
@@ -146,7 +134,7 @@ def _one_seed(base: _Found, others: Sequence[_Found]) -> str:
     alone = [found.name for found in (base, *others) if found.score.seeds == 1]
     if not alone:
         return ""
-    small = "differences under about a point" if base.by_accuracy else "small differences"
+    small = base.metric.difference
     if len(alone) == len(others) + 1:
         return f" (one seed: {small} mean little)"
     who = f"{' and '.join(alone)} {'has' if len(alone) == 1 else 'have'}" if len(alone) <= 3 else "some runs have"

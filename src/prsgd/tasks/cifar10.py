@@ -17,7 +17,9 @@ STD = (0.2470, 0.2435, 0.2616)
 
 def load() -> Data:
     """Images (n, 3, 32, 32) as bytes, labels (n,); fetched on first use."""
-    return Data(**datasets.load("cifar10"))
+    parts = datasets.load("cifar10")
+    train_x, train_y, test_x, test_y = (parts[part] for part in datasets.PARTS)
+    return Data(train_x, train_y, test_x, test_y)
 
 
 def prepare(images: Tensor) -> Tensor:

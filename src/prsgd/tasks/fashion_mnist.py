@@ -10,7 +10,9 @@ from prsgd.tasks.base import Data, Task
 
 def load() -> Data:
     """Images (n, 28, 28) as bytes, labels (n,)."""
-    return Data(**datasets.load("fashion-mnist"))
+    parts = datasets.load("fashion-mnist")
+    train_x, train_y, test_x, test_y = (parts[part] for part in datasets.PARTS)
+    return Data(train_x, train_y, test_x, test_y)
 
 
 def prepare(images: Tensor) -> Tensor:

@@ -110,6 +110,6 @@ TASK = Task(
     models={"wells": Wells},
     load=load,
     loss_fn=mean_value,
-    has_accuracy=False,
+    metric=None,
     defaults={"batch_size": 8, "epochs": 20, "momentum": 0.0},
 )

@@ -22,7 +22,8 @@ def chart_figure(
 
     def words(chart: Chart) -> str:
         below = f" The axis begins at {chart.floor:.0f} %; the first epochs are below." if chart.floor else ""
-        return caption + below
+        above = f" The axis ends at {chart.ceiling:.3g}; what was seen first is above." if chart.ceiling else ""
+        return caption + below + above
 
     return Figure(name, heading, alt=heading, numbers=numbers, caption=words, draw=draw, screen="chart")
 
@@ -54,6 +55,9 @@ def draw(chart: Chart) -> Drawing:
     if chart.floor is not None:
         top = max(max(curve.high) for curve in chart.curves)
         axes.set_ylim(chart.floor, top + 0.06 * (top - chart.floor))
+    if chart.ceiling is not None:
+        bottom = min(min(curve.low) for curve in chart.curves)
+        axes.set_ylim(bottom - 0.06 * (chart.ceiling - bottom), chart.ceiling)
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
     drawing.legend(loc="outside lower center", ncols=columns, handlelength=2.4, columnspacing=1.2, borderaxespad=0.2)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
 _CAPTION = (
-    "How good the model was at the end, against what it cost: to the upper left is better. The seconds are those of "
+    "How good the model was at the end, against what it cost: to the {} left is better. The seconds are those of "
     "two clusters of equal workers that take 20 ms for a step, joined by 1 Gbit/s (lan-1g) or by 100 Mbit/s with 50 ms "
-    "of latency (wan), reckoned from the runs' own averages; bars are the standard deviation over the seeds. What is "
-    "far below all others stands at the lower edge, with its number."
+    "of latency (wan), reckoned from the runs' own averages; bars are the standard deviation over the seeds."
 )
+_FAR_BELOW = " What is far below all others stands at the lower edge, with its number."
 Cost = Callable[[Place], float]
 
 
@@ -58,7 +58,7 @@ def draw(placed: Placed) -> Drawing:
         _panel(axes, found, cost, is_named=axes is panels[0])
         axes.set_xlabel(label)
     for row in range(rows):
-        panels[row * columns].set_ylabel(found[0].quality)
+        panels[row * columns].set_ylabel(found[0].metric.axis)
     drawing.suptitle(placed.title, fontsize=8)
     drawing.legend(loc="outside lower center", ncols=4, handletextpad=0.3, columnspacing=1.2)
     return drawing
@@ -95,11 +95,16 @@ def _panel(axes: Axes, found: Sequence[Place], cost: Cost, *, is_named: bool) ->
         axes.set_xlim(0, 1.08 * max(costs))
 
 
+def _caption(placed: Placed) -> str:
+    more = placed.places[0].metric.higher_is_better
+    return _CAPTION.format("upper" if more else "lower") + (_FAR_BELOW if more else "")
+
+
 FIGURE = Figure(
     name="methods",
     heading="Where each method lands",
     alt="Quality at the end against bytes, rounds and modelled seconds, a point for each method",
     numbers=numbers,
-    caption=lambda _: _CAPTION,
+    caption=_caption,
     draw=draw,
 )

@@ -1,4 +1,4 @@
-"""Who saw what: how many samples of each class every worker saw."""
+"""Who saw what: how many samples of each class, or of another group, every worker saw."""
 
 from __future__ import annotations
 
@@ -20,29 +20,32 @@ class Split:
     """Of the first epoch of the first seed."""
 
     counts: tuple[tuple[int, ...], ...]
-    """A row for each worker, a column for each class."""
+    """A row for each worker, a column for each group."""
+    names: tuple[str, ...]
+    word: str
+    """What a group is."""
     sentence: str
     """How the samples were dealt out."""
 
 
 def numbers(groups: Sequence[Group]) -> Split | None:
     """Of the first run that has one: with the same seed, all have the same."""
-    counts = next((run.split for group in groups for run in group.runs if run.split is not None), None)
+    seen = next((run.split for group in groups for run in group.runs if run.split is not None), None)
     sentence = split_sentence(str(groups[0].runs[0].config.get("split", "iid")))
-    return None if counts is None else Split(counts, sentence)
+    return None if seen is None else Split(seen.counts, seen.names, seen.word, sentence)
 
 
 def caption(split: Split) -> str:
     return (
-        f"{split.sentence} A bar shows how many samples of each class a worker saw in the first epoch of the first "
-        "seed; the number in it is the class."
+        f"{split.sentence} A bar shows how many samples of each {split.word} a worker saw in the first epoch of the "
+        f"first seed; what stands in it is the {split.word}."
     )
 
 
-def class_colours(count: int) -> list[str]:
+def group_colours(count: int) -> list[str]:
     """From dark to light, so that neighbours differ in any rendering.
 
-    >>> class_colours(2)
+    >>> group_colours(2)
     ['#482475', '#bddf26']
     """
     from matplotlib import colormaps
@@ -64,23 +67,24 @@ def is_light(colour: str) -> bool:
 def draw(split: Split) -> Drawing:
     """A bar for each worker, in pieces for the classes."""
     counted = split.counts
-    workers, classes = len(counted), len(counted[0])
-    drawing, axes = new_drawing("Who saw which classes in the first epoch", min(6.0, 0.8 + 0.2 * max(workers, 8)))
+    workers, groups = len(counted), len(counted[0])
+    drawing, axes = new_drawing(f"Who saw which {split.word} in the first epoch", min(6.0, 0.8 + 0.2 * max(workers, 8)))
     most = max(map(sum, counted)) or 1
     offsets = [0] * workers
-    for label, colour in enumerate(class_colours(classes)):
-        counts = [row[label] for row in counted]
+    for group, colour in enumerate(group_colours(groups)):
+        counts = [row[group] for row in counted]
         axes.barh(range(workers), counts, left=offsets, color=colour, height=0.8, edgecolor="white", linewidth=0.4)
         for worker, count in enumerate(counts):
-            if count > 0.035 * most and workers <= 26:
+            name = split.names[group]
+            if count > (0.023 + 0.012 * len(name)) * most and workers <= 26:
                 ink = "black" if is_light(colour) else "white"
                 middle = offsets[worker] + count / 2
-                axes.text(middle, worker, str(label), color=ink, fontsize=6, ha="center", va="center")
+                axes.text(middle, worker, name, color=ink, fontsize=6, ha="center", va="center")
             offsets[worker] += count
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_yticks(range(0, workers, max(1, workers // 16)))
-    axes.set_xlabel("samples (the number in a bar is the class)")
+    axes.set_xlabel(f"samples (what stands in a bar is the {split.word})")
     axes.set_ylabel("worker")
     return drawing
 
