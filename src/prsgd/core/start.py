@@ -110,7 +110,7 @@ def enter(comm: Communicator, host: Host, lanes: Lanes, entries: Sequence[str], 
 
     ``entries`` must be alike.
     """
-    agree(host.team.comm, entries, torch.device("cpu"), who="process")
+    agree(host.team.comm, [*entries, f"worker {comm.workers.start}"], torch.device("cpu"), who="process")
     agree(comm, [*entries, *_place_in(host.team)], host.rows.device)
     if fresh:
         start_from_worker_0(comm, host.modules)
