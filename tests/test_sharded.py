@@ -6,11 +6,13 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -347,4 +349,109 @@ def test_what_cannot_be_is_told_in_a_line() -> None:
         assert said["crossed"] == (
             f"the workers' models must be alike: worker 1 has process {one} of 2 of each worker, "
             f"worker 0 has process {other} of 2 of each worker"
+        )
+
+
+# Checkpoints
+
+
+SAVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "outer": ("adamw", {"schedule": prsgd.every(3), "averaging": prsgd.outer()}),
+    "auto": ("momentum", {"schedule": prsgd.auto(tolerance=40.0)}),
+    "in flight": ("adamw", {"schedule": prsgd.every(2), "overlap": 2}),
+}
+
+
+def saved_and_resumed(
+    rank: int, folder: str, case: str, shards: int, resume: bool, width: int = 5
+) -> tuple[Tensor, list[list[float]], list[str]]:
+    """Steps 1 to 5, a checkpoint, and steps 6 to 9; or those alone, from it. Without shards models are whole."""
+    name, options = SAVED[case]
+    mesh, worker, place, options = None, rank, 0, dict(options)
+    net = uneven()
+    if width != 5:
+        net[0], net[2] = nn.Linear(6, width).double(), nn.Linear(width, 3).double()
+    if shards:
+        mesh = mesh_of(shards)
+        worker, place = mesh.get_local_rank("dp_replicate"), mesh.get_local_rank("dp_shard")
+        fully_shard(net, mesh=mesh["dp_shard"])
+        options["comm"] = prsgd.TorchDistributed(mesh["dp_replicate"].get_group())
+    optimizer = optimizer_of(name, net.parameters())
+    local = prsgd.LocalSGD(net, optimizer, timeout_seconds=60, **options)
+    said: list[str] = []
+    if resume:
+        try:
+            prsgd.load(local, net, optimizer, folder)
+        except prsgd.CheckpointError as error:
+            dist.barrier()
+            return torch.zeros(0), [], [str(error)]
+    with local:
+        for t in range(local.step, 9):
+            x, y = batch(worker, t)
+            part = slice(place * 4 // max(1, shards), (place + 1) * 4 // max(1, shards))
+            optimizer.zero_grad()
+            loss = squared(net(x[part]), y[part])
+            loss.backward()
+            local.log(loss=loss, samples=len(x[part]))
+            optimizer.step()
+            if t == 4 and not resume:
+                prsgd.save(local, net, optimizer, folder)
+                with local.consensus() as averaged:
+                    plain = load_file(Path(folder) / "model.safetensors")
+                    assert torch.equal(
+                        torch.cat([plain[n].flatten() for n, _ in net.named_parameters()]), flat(averaged)
+                    )
+    found = flat(net), told(local), said
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_a_run_goes_on_from_its_checkpoint(case: str, tmp_path: Path) -> None:
+    unbroken = run_ranks(saved_and_resumed, 4, str(tmp_path), case, 2, False)
+    again = run_ranks(saved_and_resumed, 4, str(tmp_path), case, 2, True)
+    for (model, records, _), (resumed, later, _) in zip(unbroken, again):
+        assert torch.equal(model, resumed)
+        assert records[-len(later) :] == later
+    for shards in (0, 1):
+        for resumed, later, said in run_ranks(saved_and_resumed, 2, str(tmp_path), case, shards, True):
+            if case == "in flight":
+                assert said == [
+                    f"the state in {tmp_path} was saved while an average was under way, from which only as many "
+                    "processes can go on: save where local.launched == local.round"
+                ]
+            else:
+                torch.testing.assert_close(resumed, unbroken[0][0], rtol=1e-9, atol=1e-11)
+                torch.testing.assert_close(later, unbroken[0][1][-len(later) :], rtol=1e-9, atol=1e-11)
+
+
+def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
+    run_ranks(saved_and_resumed, 4, str(tmp_path), "outer", 2, False)
+    for _, _, said in run_ranks(saved_and_resumed, 4, str(tmp_path), "outer", 2, True, 7):
+        assert said == [
+            f"the states in {tmp_path} are of another model: parameter '0.weight' is [5, 6] float64, in this run it is "
+            "[7, 6] float64"
+        ]
+    for _, _, [line] in run_ranks(saved_and_resumed, 4, str(tmp_path), "auto", 2, True):
+        assert line.startswith(f"the states in {tmp_path} are of another") or "the state is of a run with" in line
+    for _, _, [line] in run_ranks(saved_and_resumed, 2, str(tmp_path), "outer", 2, True):
+        assert line == (
+            f"the states in {tmp_path} are of 2 workers that were several processes, and as many must go on: this run "
+            "has 1"
+        )
+    (tmp_path / "worker-1" / "round-00000001" / "manifest-1.json").unlink()
+    for _, _, [line] in run_ranks(saved_and_resumed, 4, str(tmp_path), "outer", 2, True):
+        assert line == f"{tmp_path} holds no whole state of all 2 workers"
+
+
+def test_checkpoints_of_whole_models(tmp_path: Path) -> None:
+    unbroken = run_ranks(saved_and_resumed, 2, str(tmp_path), "outer", 0, False)
+    for (model, records, _), (resumed, later, _) in zip(
+        unbroken, run_ranks(saved_and_resumed, 2, str(tmp_path), "outer", 0, True)
+    ):
+        assert torch.equal(model, resumed)
+        assert records[-len(later) :] == later
+    for _, _, [line] in run_ranks(saved_and_resumed, 4, str(tmp_path), "outer", 2, True):
+        assert line.startswith(
+            f"{tmp_path} holds no state of workers that are several processes; the model alone can be"
         )

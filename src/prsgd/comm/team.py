@@ -34,6 +34,8 @@ class Team(Protocol):
     """Has each of them a part of the model? Else each has all of it."""
     comm: Communicator
     """By which they hear from each other."""
+    group: dist.ProcessGroup | None
+    """Of torch's, if there are several."""
 
     def agree(
         self, *, parts: Sequence[float] = (), sums: Sequence[float] = (), largest: Sequence[float] = ()
@@ -65,7 +67,7 @@ class Lone(Team):
     place, size, has_shards = 0, 1, False
 
     def __init__(self) -> None:
-        self.comm = InProcess()
+        self.comm, self.group = InProcess(), None
 
     def agree(
         self, *, parts: Sequence[float] = (), sums: Sequence[float] = (), largest: Sequence[float] = ()
@@ -89,7 +91,7 @@ class Several(Team):
     def __init__(self, group: dist.ProcessGroup | None, *, has_shards: bool) -> None:
         self.comm: TorchDistributed = _Siblings(group)
         self.place, self.size = self.comm.workers.start, self.comm.num_workers
-        self.has_shards = has_shards
+        self.has_shards, self.group = has_shards, group
 
     def agree(
         self, *, parts: Sequence[float] = (), sums: Sequence[float] = (), largest: Sequence[float] = ()
