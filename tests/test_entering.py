@@ -104,25 +104,53 @@ def rank_sharded(rank: int) -> dict[str, str]:
 
     two = model()
     fully_shard(two, mesh=init_device_mesh("cpu", (2,)))
-    said = {"fsdp2": refusal(two), "fsdp1": refusal(FullyShardedDataParallel(model(), device_id=torch.device("cpu")))}
-    said["fsdp1 inside"] = refusal(Doubled(FullyShardedDataParallel(model(), device_id=torch.device("cpu"))))
+    fsdp1 = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
+    said = {"fsdp2": refusal(two), "alone": refusal(two, prsgd.InProcess()), "fsdp1": refusal(fsdp1)}
+    said["fsdp1 inside"] = refusal(Doubled(fsdp1))
     try:
         prsgd.Fleet(two, 2)
     except ValueError as error:
         said["fleet"] = str(error)
-    two.requires_grad_(False)  # as under an adapter that trains alone
+    said["mixed"] = refusal(nn.Sequential(two, nn.Linear(3, 3).double()))
+    two.requires_grad_(False)  # as under an adapter that trains alone, and is in no fully_shard
     said["frozen"] = refusal(nn.Sequential(two, nn.Linear(3, 3).double()))
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    three = model()
+    fully_shard(three, mesh=both)
+    said["two dimensions"] = refusal(three)
     return said
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_sharded_models() -> None:
-    shards = "sharded models are not averaged yet: give LocalSGD one that is whole in every process"
+    fsdp1 = (
+        "in FullyShardedDataParallel, whose flat parameters cannot be averaged: use FSDP2, fully_shard(model, "
+        "mesh=mesh['dp_shard']) of a mesh with the dimensions ('dp_replicate', 'dp_shard')"
+    )
     for said in run_ranks(rank_sharded, 2):
-        assert said["fsdp2"] == said["fleet"] == f"parameter '0.weight' is a shard (DTensor), and {shards}"
-        assert said["frozen"] == f"parameter '0.0.weight' is a shard (DTensor), and {shards}"
-        assert said["fsdp1"] == f"model is in FullyShardedDataParallel, and {shards}"
-        assert said["fsdp1 inside"] == f"model has its 'inner' in FullyShardedDataParallel, and {shards}"
+        assert said["fsdp2"] == (
+            "comm must be over one process of each worker, its ranks [0, 1] are more, since [0, 1] are one worker "
+            "together: use comm=prsgd.TorchDistributed(mesh['dp_replicate'].get_group()), or comm=prsgd.InProcess() "
+            "for one worker alone"
+        )
+        assert said["alone"] == "accepted"
+        assert said["fleet"] == (
+            "parameter '0.weight' is a shard (DTensor), and a Fleet's models are whole: give LocalSGD the sharded "
+            "model itself, in each of its processes"
+        )
+        assert said["mixed"] == (
+            "parameters that train must all be sharded or all be whole: '0.0.weight' is a shard (DTensor), '1.weight' "
+            "is not: call fully_shard on the whole model too, or freeze it with requires_grad_(False)"
+        )
+        assert said["frozen"] == (
+            "model must have a parameter that trains and is sharded, in Sequential only frozen ones are"
+        )
+        assert said["two dimensions"].startswith(
+            "a worker's model must be sharded over one dimension of a mesh, parameter '0.weight' lies as (Replicate(), "
+            "Shard(dim=0)) on 2 (dp_replicate, dp_shard): use fully_shard(model, mesh=mesh['dp_shard']) of a mesh"
+        )
+        assert said["fsdp1"] == f"model is {fsdp1}"
+        assert said["fsdp1 inside"] == f"model has its 'inner' {fsdp1}"
 
 
 class Accelerated(Optimizer):

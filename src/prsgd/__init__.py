@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from prsgd.records import Record
     from prsgd.replicas.fleet import Fleet
+    from prsgd.saving.checkpoints import load, save
     from prsgd.saving.resumable import resumable
     from prsgd.schedules.auto import auto
     from prsgd.schedules.base import Now, Round, Schedule
@@ -87,6 +88,7 @@ _HOME = {
     "half": "averaging.wires.half",
     "init": "comm.joining",
     "launch": "comm.launching",
+    "load": "saving.checkpoints",
     "mean": "averaging.mean",
     "measured": "schedules.speed",
     "once": "schedules.fixed",
@@ -97,6 +99,7 @@ _HOME = {
     "quadratic": "schedules.changing",
     "quantized": "averaging.wires.quantized",
     "resumable": "saving.resumable",
+    "save": "saving.checkpoints",
     "sparse": "averaging.wires.sparse",
     "steady": "averaging.steady",
     "timed": "schedules.speed",
@@ -141,6 +144,7 @@ __all__ = [
     "half",
     "init",
     "launch",
+    "load",
     "mean",
     "measured",
     "once",
@@ -151,6 +155,7 @@ __all__ = [
     "quadratic",
     "quantized",
     "resumable",
+    "save",
     "sparse",
     "steady",
     "timed",

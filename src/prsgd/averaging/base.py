@@ -124,6 +124,8 @@ class Header:
     """What all told so with the average before, or what the averaging has kept of it."""
     changes: tuple[Callable[[], float | None], ...] = ()
     """Per hosted worker: asks how far its model is from where the workers last agreed."""
+    whole_length: Callable[[float], float] = float
+    """The length of a row of whole models, of that of the part of it that lies here; all processes of a worker ask."""
 
     @property
     def brought(self) -> list[Brought]:
@@ -232,6 +234,10 @@ class Setting:
     """Is the overlap to be chosen so that it hides the transfer?"""
     elastic: bool = False
     """Do workers come and go?"""
+    team: int = 1
+    """How many processes are one worker."""
+    has_shards: bool = False
+    """Has each of them a part of the model?"""
 
     @classmethod
     def of(
@@ -263,6 +269,16 @@ class Setting:
                 f"where workers come and go an average must be one sum, made or not, and {averaging!r} is more than "
                 "that: use mean() without a wire, outer() or easgd()"
             )
+        if self.team > 1 and averaging.hears_neighbours_only:
+            raise ValueError(
+                f"with {averaging!r} a worker must be one process, since which steps it skipped is seen in its own "
+                f"gradients, and this one is {self.team}: use mean(), outer() or easgd()"
+            )
+        if self.has_shards and not averaging.takes_shards:
+            raise ValueError(
+                f"{averaging!r} looks at whole models, and each process has a shard of one: use mean(), outer() or "
+                "easgd() (an averaging of your own that treats every number by itself says so: takes_shards = True)"
+            )
         if self.learns and not averaging.knows_drift:
             raise ValueError(
                 "the schedule goes by the workers' drift, their distance from the mean of all models, and with "
@@ -285,6 +301,11 @@ class Averaging(ABC):
     def is_one_sum(self) -> bool:
         """Is one all-reduce all that it sends?"""
         return not self.hears_neighbours_only
+
+    @property
+    def takes_shards(self) -> bool:
+        """Does it work on any part of the models as on the whole, so that each process can average its shards?"""
+        return False
 
     @property
     def parts_evenly(self) -> bool:

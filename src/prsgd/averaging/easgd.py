@@ -37,6 +37,10 @@ class easgd(Averaging):  # noqa: N801 - a word in the user's sentence
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
                 raise ValueError(f"{name} must be in (0, 1), got {value!r}")
 
+    @property
+    def takes_shards(self) -> bool:
+        return True
+
     def init(self, point: Tensor, hosted: int) -> Memory:
         return {"centre": point.clone()}
 

@@ -63,6 +63,10 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
         return self.wire is None
 
     @property
+    def takes_shards(self) -> bool:
+        return self.wire is None or self.wire.takes_shards
+
+    @property
     def parts_evenly(self) -> bool:
         return self.weights == "uniform"
 
@@ -142,7 +146,7 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
             )
             if not arrived.header.sums.weight:
                 return found
-            target = self._clipped(memory["point"], arrived.moved(memory["point"]))
+            target = self._clipped(memory["point"], arrived.moved(memory["point"]), arrived.header)
             after = {**memory, "point": target, "averages": average + 1}
             if "residuals" in memory:
                 out = self.left_out(arrived.header.tells)
@@ -159,14 +163,14 @@ class mean(Averaging):  # noqa: N801 - a word in the user's sentence
         if landing.target is None:
             return landing
         began = time.perf_counter()
-        target = self._clipped(memory["point"], landing.target)
+        target = self._clipped(memory["point"], landing.target, landing.header)
         point = target.clone() if target is landing.target else target  # it lies where the next sum will
         seconds = landing.copy_seconds + time.perf_counter() - began
         return replace(landing, target=target, memory={**memory, "point": point}, copy_seconds=seconds)
 
-    def _clipped(self, point: Tensor, target: Tensor) -> Tensor:
+    def _clipped(self, point: Tensor, target: Tensor, header: Header) -> Tensor:
         """The target, or what lies on the way to it as far from the point as ``clip`` allows."""
-        norm = 0.0 if self.clip is None else _distance(target, point)
+        norm = 0.0 if self.clip is None else header.whole_length(_distance(target, point))
         if self.clip is None or norm <= self.clip:
             return target
         if norm == math.inf or math.isnan(norm):  # a sum of large models: it says not even where to

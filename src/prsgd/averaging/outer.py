@@ -63,6 +63,10 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
         return self.of.is_one_sum
 
     @property
+    def takes_shards(self) -> bool:
+        return self.of.takes_shards
+
+    @property
     def parts_evenly(self) -> bool:
         return self.of.parts_evenly
 
@@ -109,7 +113,7 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
         inside = {**memory, **(landing.memory or {})}
         change = memory["point"] - landing.target
         scale = landing.header.sums.mean_lr(num_workers) if self.by_inner_lr else 1.0  # the same for all
-        if self.by_inner_lr and (not scale or _is_noise(change, landing.target, num_workers)):
+        if self.by_inner_lr and (not scale or _is_noise(change, landing.target, landing.header, num_workers)):
             return replace(landing, memory={**inside, "point": landing.target.clone()})
         change /= scale
         velocity = change.clone() if "velocity" not in memory else self.momentum * memory["velocity"] + change
@@ -121,7 +125,8 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
         )
 
 
-def _is_noise(change: Tensor, mean: Tensor, num_workers: int) -> bool:
+def _is_noise(change: Tensor, mean: Tensor, header: Header, num_workers: int) -> bool:
     """Is it no more than what the mean of so many equal models is off by rounding?"""
     rounding = torch.finfo(mean.dtype).eps * num_workers**0.5
-    return bool(torch.linalg.vector_norm(change) <= rounding * torch.linalg.vector_norm(mean))
+    length, of_mean = (header.whole_length(float(torch.linalg.vector_norm(row))) for row in (change, mean))
+    return bool(length <= rounding * of_mean)

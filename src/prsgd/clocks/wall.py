@@ -19,11 +19,17 @@ PAUSE = 3.0
 
 
 class WallClock:
-    """The real time. A process's workers step together, so they share a row of the trace: the first one's."""
+    """The real time. A process's workers step together, so they share a row of the trace: the first one's. ``shared``
+    makes of what the clock says here what it says in all processes that go by it."""
 
-    def __init__(self, workers: range, clock: Callable[[int], float] | None = None) -> None:
+    def __init__(
+        self,
+        workers: range,
+        clock: Callable[[int], float] | None = None,
+        shared: Callable[[float], float] | None = None,
+    ) -> None:
         self.trace = Trace()
-        self._first, self._hosted, self._clock = workers.start, len(workers), clock
+        self._first, self._hosted, self._clock, self._shared = workers.start, len(workers), clock, shared
         self._at = time.monotonic()
         """Until when all is told."""
         self._computed: float | None = None
@@ -39,6 +45,9 @@ class WallClock:
         self._warm = ""
 
     def __call__(self, worker: int) -> float:
+        return self._here(worker) if self._shared is None else self._shared(self._here(worker))
+
+    def _here(self, worker: int) -> float:
         return (time.monotonic() if self._clock is None else self._clock(worker)) - self._paused_seconds
 
     def check(self, num_workers: int, hosted: range) -> None:
@@ -102,11 +111,11 @@ class WallClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        self._at, at = time.monotonic(), self(self._first)
+        self._at, at = time.monotonic(), self._here(self._first)
         try:
             yield
         finally:
-            self._paused_seconds += self(self._first) - at
+            self._paused_seconds += self._here(self._first) - at
             now = time.monotonic()
             self.trace.add("pause", self._first, self._at, now, 0)
             self._at = now

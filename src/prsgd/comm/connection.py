@@ -186,7 +186,7 @@ class Connection:
             _left.append(self)
 
     def _open(self, device: torch.device, limit: timedelta) -> dist.ProcessGroup:
-        if self._rendezvous is not None or _backend(self._parent, device) == "gloo":
+        if self._rendezvous is not None or (_backend(self._parent, device) or _spare(device)) == "gloo":
             self._is_gloo = True
             _live.add(self)
             return self._open_gloo(limit)
@@ -222,6 +222,11 @@ def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """Which backend serves tensors on ``device``."""
     by_device = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
     return by_device.get(device.type, "")
+
+
+def _spare(device: torch.device) -> str:
+    """The backend that we can open ourselves where the job's serves no tensors on ``device``."""
+    return "gloo" if device.type == "cpu" else ""
 
 
 def _not_over(works: Sequence[W]) -> list[W]:

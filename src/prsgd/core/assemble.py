@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -33,7 +33,7 @@ from prsgd.replicas.fleet import Fleet
 from prsgd.replicas.host import Host
 from prsgd.replicas.optimizer_state import OptimizerState
 from prsgd.replicas.optimizers import unwrapped
-from prsgd.schedules.base import Schedule
+from prsgd.schedules.base import ByClock, Schedule
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,19 @@ def assemble(
     given = comm or (model.comm if isinstance(model, Fleet) else None)
     used = given or current(timeout_seconds=limit or LONGEST)
     workers, num_workers = used.workers, used.num_workers
-    timekeeper = clock if isinstance(clock, Timekeeper) else WallClock(workers, clock)
+    host = host_of(model, used)
+    team = host.team
+    shared = team.latest if isinstance(schedule, ByClock) and team.size > 1 else None
+    timekeeper = clock if isinstance(clock, Timekeeper) else WallClock(workers, clock, shared)
     timekeeper.check(num_workers, workers)
     setting = Setting.of(schedule, num_workers, overlap, optimizer_state, elastic=used.is_elastic)
+    setting = replace(setting, team=team.size, has_shards=team.has_shards)
     schedule.check(num_workers, setting.overlap)
     setting.require(averaging)
-    host = host_of(model, used)
     parts = dealt(host.rows.workers[0], fragments)
     _check_fragments(len(parts), schedule, setting)
+    if limit is not None:
+        team.comm.timeout_seconds = limit
     if limit is not None and (comm is None or used.is_elastic):
         used.timeout_seconds = limit
     optimizers = [unwrapped(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
@@ -126,10 +131,14 @@ def assemble(
         check=hooks.check,
         skipped=None if skipped is None else skipped.taken,
         noise=hooks.noise,
+        team=team,
         timeout_seconds=limit,
         done_timeout_seconds=done_timeout_seconds,
     )
     ledger = Ledger(on_record)
+    # The processes of a worker have each their own batches, and so their own statistics: all of them are pooled.
+    here = range(workers.start * team.size + team.place, workers.stop * team.size)[:: team.size]
+    speaks = workers.start == 0 and team.place == 0
     setup = {
         "workers": list(workers),
         "num_parameters": host.rows.width,
@@ -144,8 +153,8 @@ def assemble(
         rows = host.rows if len(parts) == 1 else host.rows.part(names)
         state = OptimizerState(optimizers, rows.workers, mode=optimizer_state)
         riding = host.modules if k == 0 else [nn.Module() for _ in workers]  # buffers travel once a round
-        buffers = Buffers(riding, workers, num_workers)
-        books = Books(len(workers), ledger, speaks=workers.start == 0, fragment=None if len(parts) == 1 else k)
+        buffers = Buffers(riding, workers if team.size == 1 else here, num_workers * team.size)
+        books = Books(len(workers), ledger, speaks=speaks, fragment=None if len(parts) == 1 else k)
         lanes.append(Lane(run, schedule, rows, state, buffers, books))
     return Parts(averaging, used, own_comm, timekeeper, host, roll, hooks, Lanes(lanes), ledger, parts, setup)
 

@@ -193,10 +193,12 @@ class Averages:
         """Start the average of the hosted workers' snapshots; those that answer have theirs taken now."""
         began = time.perf_counter()
         boarded = self.snapshots.board()
-        header = self.headers.make(boarded, self.memory)
+        with self.named():
+            told = self.headers.ask(boarded)
+            header = self.headers.make(boarded, told, self.memory)
         self.clock.launched(answering)
         self.totals_before = self.totals
-        self.totals = tuple(0.0 if bad else total for bad, total in zip(boarded.bad, boarded.totals))
+        self.totals = tuple(0.0 if bad else total for bad, total in zip(told.bad, told.totals))
         self.comm.invite(self.tell)
 
         def start() -> Work[Landing]:
@@ -211,7 +213,7 @@ class Averages:
             members=len(self.comm.members),
             who=None,
             counts=header.counts,
-            bad=boarded.bad,
+            bad=told.bad,
             to_land=set(range(len(self.paces))),
             copy_seconds=self.snapshots.take_seconds() + time.perf_counter() - began,
         )

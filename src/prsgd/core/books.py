@@ -64,10 +64,10 @@ class Page:
     samples: int = 0
     """In all."""
 
-    def loss_of_round(self) -> float | None:
-        """The mean of the open round, or of the last one if nothing is logged in it yet."""
+    def losses_of_round(self) -> tuple[float, int]:
+        """Their sum and number in the open round, or in the last one if nothing is logged in it yet."""
         tally = self.now if int(self.now.losses) else self.last
-        return float(tally.loss) / int(tally.losses) if int(tally.losses) else None
+        return float(tally.loss), int(tally.losses)
 
     def turn(self) -> None:
         """The round's numbers are complete, and those of the next one begin."""
@@ -156,17 +156,13 @@ class Books:
             (page.last if in_last_round else page.now).add(value, count)
             page.samples += count
 
-    def numbers(self, running: int, **others: float) -> Sums:
-        """What travels of the last average: the hosted workers' drift, losses and samples, beside ``others``;
-        ``running`` have data."""
+    def numbers(self) -> Sums:
+        """What travels of the last average: the drift, losses and samples that are known here of the hosted workers."""
         loss, losses, samples = 0.0, 0, 0
         for page in self.pages:
             loss, losses = loss + float(page.last.loss), losses + int(page.last.losses)
             samples += page.last.samples
-        saved = running * self.saves
-        return Sums(
-            drift=self._drift, drifts=self._drifts, loss=loss, losses=losses, saved=saved, samples=samples, **others
-        )
+        return Sums(drift=self._drift, drifts=self._drifts, loss=loss, losses=losses, samples=samples)
 
     def sent(self) -> None:
         """They have left, with an average that was launched."""

@@ -7,7 +7,7 @@ the records that users see ride with the first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from prsgd.averaging.base import NOISE_WIDTH, SUMS_WIDTH, Averaging, Header, Landing, Setting, Sums
 from prsgd.clocks.base import Timekeeper
 from prsgd.comm.base import Communicator, Done
+from prsgd.comm.team import Lone, Team
 from prsgd.core.average import Average, Averages
 from prsgd.core.books import Books
 from prsgd.core.header import Headers
@@ -58,6 +59,8 @@ class Run:
     """Steps that the hosted worker skipped since this was last asked, where the averaging has to know."""
     noise: GradientNoise | None = None
     """How much the hosted workers' gradients scatter, where the schedule has to know."""
+    team: Team = field(default_factory=Lone)
+    """The processes that are a hosted worker together."""
 
 
 class Lane:
@@ -102,6 +105,7 @@ class Lane:
                 hides=hides,
                 skipped=run.skipped,
                 noise=run.noise,
+                team=run.team,
             ),
             patience=Patience(run.timeout_seconds),
             done_timeout_seconds=run.done_timeout_seconds,

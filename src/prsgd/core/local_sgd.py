@@ -23,6 +23,7 @@ from prsgd.core.start import alike, enter
 from prsgd.errors import AverageTimeout, UsageError
 from prsgd.records import Record, Totals
 from prsgd.replicas.fleet import Fleet
+from prsgd.replicas.host import Host
 from prsgd.schedules.base import Schedule
 
 _runs: weakref.WeakSet[LocalSGD] = weakref.WeakSet()  # those that were started
@@ -141,6 +142,11 @@ class LocalSGD:
     def comm(self) -> Communicator:
         """Where the workers live."""
         return self._comm
+
+    @property
+    def host(self) -> Host:
+        """What this process hosts."""
+        return self._host
 
     @property
     def trace(self) -> Trace:

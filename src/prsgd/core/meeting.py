@@ -89,8 +89,9 @@ class Meeting:
         """The exact mean of all workers' models as they are now; an average in flight has arrived."""
         averages = self._averages
         boarded = averages.snapshots.board(as_they_are=True)
-        header = averages.headers.make(boarded, averages.memory, look=True)
         with averages.named():
+            told = averages.headers.ask(boarded, look=True)
+            header = averages.headers.make(boarded, told, averages.memory, look=True)
             work = averages.averaging.launch(averages.memory, self._comm, boarded.snap, header)
             landing = self._met(work.wait(averages.patience.longest_seconds), look=True)
         self._settle()
@@ -100,7 +101,7 @@ class Meeting:
         """All workers are done: the last average's numbers, and a look whether all have the same model indeed."""
         with self._averages.named():
             if not self._books.is_complete:
-                totals = self._summed([self._books.numbers(0).packed()])
+                totals = self._summed([self._averages.headers.last().packed()])
                 self._books.complete(Sums.unpacked(totals[0].tolist()))
             if len(self._comm.members) > 1:
                 self._compare()
@@ -135,9 +136,10 @@ class Meeting:
         """One exact mean of what was boarded before; ``alike``: all weigh the same, whatever they have done."""
         averages = self._averages
         boarded = averages.snapshots.board(as_they_are=look)
-        header = averages.headers.make(boarded, averages.memory, look=look, everybody=everybody)
-        weights = None if alike else averages.averaging.weigh(header)
         with averages.named():
+            told = averages.headers.ask(boarded, look=look)
+            header = averages.headers.make(boarded, told, averages.memory, look=look, everybody=everybody)
+            weights = None if alike else averages.averaging.weigh(header)
             return summed(self._comm, boarded.snap, header, weights).wait(averages.limit_seconds)
 
     def _apart_after(self, landing: Landing) -> bool:
@@ -152,7 +154,8 @@ class Meeting:
         hosted = range(len(averages.paces))
         digests = torch.stack([rows.digest(i) for i in hosted])
         found = self._comm.all_gather(digests).wait(averages.patience.longest_seconds)
-        if bool((found == found[0]).all()):
+        _, _, (differ,) = self._averages.headers.team.agree(largest=[float(bool((found != found[0]).any()))])
+        if not differ:
             return
         steps = self._summed([float(sum(pace.steps for pace in averages.paces))])
         if not steps.item():

@@ -21,7 +21,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from prsgd.core.resuming import check_tensor
-from prsgd.replicas.rows import Rows
+from prsgd.replicas.rows import Rows, local
 
 NOT_ONE = -1e6
 """Told for the momentum of a look where no single number says how steps repeat each other: below 0 in every mean."""
@@ -109,9 +109,11 @@ class GradientNoise:
             self._cut[i] = {}
         if o not in self._cut[i]:
             params = list(self._rows.workers[i].values())
-            parts = row.split([p.numel() for p in params])
+            shapes = [local(p).shape for p in params]
+            sizes = [shape.numel() for shape in shapes]
+            parts = row.split([*sizes, row.numel() - sum(sizes)])
             self._cut[i][o] = [
-                _Places([params[k] for k in own], [parts[k].view(params[k].shape) for k in own], g)
+                _Places([params[k] for k in own], [parts[k].view(shapes[k]) for k in own], g)
                 for g in range(len(self._optimizers[o].param_groups))
                 if (own := [k for k, of in self._owned[i][o] if of == g])
             ]
@@ -211,7 +213,7 @@ def _gradient(p: Parameter, optimizer: Optimizer) -> Tensor | None:
     since the step before."""
     if p.grad is None:
         return None
-    grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    grad = p.grad.to_dense() if p.grad.is_sparse else local(p.grad)
     scale = getattr(optimizer, "grad_scale", None)
     return grad if scale is None else grad.to(torch.promote_types(grad.dtype, torch.float32)) / float(scale)
 
@@ -246,8 +248,8 @@ def _root(before: Tensor, now: Tensor, state: Mapping[str, Any], group: Mapping[
     square: Tensor = (before.square() + now.square()) / 2
     if kept is not None and steps:
         past = float(group["betas"][1])
-        square = past * kept.to(before.dtype) + (1 - past) * now.square()
+        square = past * local(kept).to(before.dtype) + (1 - past) * now.square()
         if largest is not None:
-            square = torch.maximum(square, largest.to(before.dtype))
+            square = torch.maximum(square, local(largest).to(before.dtype))
         square /= 1 - past ** (steps + 1)
     return square.sqrt() + max(float(group["eps"]), torch.finfo(before.dtype).tiny)

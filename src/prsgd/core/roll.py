@@ -96,8 +96,9 @@ class Brought:
 
 
 def brought(account: Account, *, at: int, samples: int, bad: bool, answers: bool, everybody: bool = False) -> Brought:
-    """Of a worker whose model has ``at`` steps behind it; ``everybody``: it counts with news or without."""
+    """Of a worker whose model has ``at`` steps behind it, and ``samples`` that no average has seen; ``everybody``: it
+    counts with news or without."""
     steps = at - account.seen
     counts = not bad and (not answers or steps > 0 or everybody)
     pools = not bad and at > account.pooled and (counts or account.counted)
-    return Brought(steps, samples - account.seen_samples, counts, pools)
+    return Brought(steps, samples, counts, pools)

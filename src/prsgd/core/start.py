@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from prsgd.comm.base import Communicator
+from prsgd.comm.team import Lone, Several, Team
 from prsgd.core.lanes import Lanes
 from prsgd.errors import MismatchError
 from prsgd.replicas.buffers import is_own
 from prsgd.replicas.fleet import Fleet
 from prsgd.replicas.host import Host, OwnModel, WholeFleet
-from prsgd.replicas.rows import NOT_AVERAGED_YET
+from prsgd.replicas.rows import is_shard, local
+from prsgd.replicas.sharded import REMEDY, ShardedModel, has_shards
 
 
 def host_of(model: nn.Module | Fleet, comm: Communicator) -> Host:
@@ -31,13 +33,51 @@ def host_of(model: nn.Module | Fleet, comm: Communicator) -> Host:
             _check_wrappers(module, comm)
     if not isinstance(model, Fleet | nn.Module):
         raise ValueError(f"model must be an nn.Module or a Fleet, got a {type(model).__name__}")
-    host = WholeFleet(model) if isinstance(model, Fleet) else OwnModel(model)
+    host = _host(model)
+    _check_team(host.team, comm)
     if len(comm.workers) != len(host.modules):
         raise ValueError(
             f"comm hosts {len(comm.workers)} workers in this process, the model is {len(host.modules)}; a Fleet hosts "
             "several"
         )
     return host
+
+
+def _host(model: nn.Module | Fleet) -> Host:
+    if isinstance(model, Fleet):
+        return WholeFleet(model)
+    return ShardedModel(model) if has_shards(model) else OwnModel(model, _team_of(model))
+
+
+def _team_of(model: nn.Module) -> Team:
+    """Of a model that is whole here: the processes among which DistributedDataParallel shares its gradients."""
+    groups = {
+        tuple(dist.get_process_group_ranks(module.process_group)): module.process_group
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel)
+    }
+    several = [group for ranks, group in groups.items() if len(ranks) > 1]
+    if len(several) > 1:
+        listed = ", ".join(str(list(ranks)) for ranks in groups)
+        raise ValueError(f"parts of model in DistributedDataParallel must share one process group, they have {listed}")
+    return Several(several[0], has_shards=False) if several else Lone()
+
+
+def _check_team(team: Team, comm: Communicator) -> None:
+    """Raise a ValueError if a worker's processes are among those that communicate as workers."""
+    if team.size == 1:
+        return
+    if comm.is_elastic:
+        raise ValueError(
+            f"with comm=TorchFT() each worker must be one process, and {team.size} are one here: use TorchDistributed"
+        )
+    own = set(team.comm.ranks)
+    if set(comm.ranks) & own - {dist.get_rank()}:
+        raise ValueError(
+            f"comm must be over one process of each worker, its ranks {list(comm.ranks)} are more, since {sorted(own)} "
+            "are one worker together: use comm=prsgd.TorchDistributed(mesh['dp_replicate'].get_group()), or "
+            "comm=prsgd.InProcess() for one worker alone"
+        )
 
 
 def _check_wrappers(model: nn.Module, comm: Communicator) -> None:
@@ -47,7 +87,8 @@ def _check_wrappers(model: nn.Module, comm: Communicator) -> None:
     for name, module in model.named_modules():
         if isinstance(module, sharded):
             raise ValueError(
-                f"model {f'has its {name!r}' if name else 'is'} in FullyShardedDataParallel, and {NOT_AVERAGED_YET}"
+                f"model {f'has its {name!r}' if name else 'is'} in FullyShardedDataParallel, whose flat parameters "
+                f"cannot be averaged: use FSDP2, {REMEDY}"
             )
         if isinstance(module, DistributedDataParallel) and comm.ranks:
             others = set(dist.get_process_group_ranks(module.process_group)) & set(comm.ranks) - {dist.get_rank()}
@@ -69,15 +110,22 @@ def enter(comm: Communicator, host: Host, lanes: Lanes, entries: Sequence[str], 
 
     ``entries`` must be alike.
     """
-    agree(comm, entries, host.rows.device)
+    agree(host.team.comm, [*entries, f"worker {comm.workers.start}"], torch.device("cpu"), who="process")
+    agree(comm, [*entries, *_place_in(host.team)], host.rows.device)
     if fresh:
         start_from_worker_0(comm, host.modules)
         for lane in lanes:
             lane.begin()
 
 
-def agree(comm: Communicator, entries: Sequence[str], device: torch.device) -> None:
-    """Raise a MismatchError in every process, naming the first entry that differs, unless all have the same list."""
+def _place_in(team: Team) -> list[str]:
+    """What is alike in those processes that average with each other, and not in those that are a worker together."""
+    return [] if team.size == 1 else [f"process {team.place} of {team.size} of each worker"]
+
+
+def agree(comm: Communicator, entries: Sequence[str], device: torch.device, who: str = "worker") -> None:
+    """Raise a MismatchError in every process, naming the first entry that differs, unless all have the same list;
+    ``who`` is what communicates."""
     # First that all count the same workers: what a process gathers depends on it.
     number = comm.num_workers
     numbers = torch.tensor([1, number, number**2], dtype=torch.int64, device=device)
@@ -97,7 +145,7 @@ def agree(comm: Communicator, entries: Sequence[str], device: torch.device) -> N
     lists = [bytes(row[:size].tolist()).decode().split("\n") for row, size in zip(texts, sizes)]
     for worker, theirs in zip(comm.members, lists):
         if theirs != lists[0]:
-            raise MismatchError(difference(f"worker {worker}", theirs, f"worker {comm.members[0]}", lists[0]))
+            raise MismatchError(difference(f"{who} {worker}", theirs, f"{who} {comm.members[0]}", lists[0]))
 
 
 def difference(who: str, theirs: list[str], other: str, first: list[str]) -> str:
@@ -139,7 +187,8 @@ def describe(host: Host) -> list[str]:
     lines, model = [], host.modules[0]
     for name, p in model.named_parameters():
         layout = f" strides {list(p.stride())}" if host.lies_in_rows and not p.is_contiguous() else ""
-        lines.append(f"parameter {name!r} {_shape(p)}{layout}{'' if p.requires_grad else ' frozen'}")
+        split = f" {p.placements}" if is_shard(p) else ""  # type: ignore[attr-defined]  # of a DTensor
+        lines.append(f"parameter {name!r} {_shape(p)}{layout}{split}{'' if p.requires_grad else ' frozen'}")
     return lines + [f"buffer {name!r} {_shape(b)}" for name, b in model.named_buffers()]
 
 
@@ -148,7 +197,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _state(model: nn.Module) -> list[Tensor]:
-    tensors = (t.detach() for t in [*model.parameters(), *model.buffers()])
+    tensors = (local(t).detach() for t in [*model.parameters(), *model.buffers()])
     return [t for t in tensors if is_own(t)]
 
 

@@ -1,5 +1,5 @@
-"""What a process hosts: the user's own model, which is one worker, or a fleet of several. The loop asks, and never
-knows which it is."""
+"""What a process hosts: the user's own model, which is one worker, a fleet of several, or a shard of one worker's model
+(``sharded.py``). The loop asks, and never knows which it is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import nn
 
+from prsgd.comm.team import Lone, Team
 from prsgd.replicas.fleet import Fleet
 from prsgd.replicas.rows import Rows, trainable
 
@@ -18,6 +19,8 @@ class Host(Protocol):
     modules: Sequence[nn.Module]
     rows: Rows
     """Their parameters that train."""
+    team: Team
+    """The processes that are a hosted worker together: mostly this one alone."""
     lies_in_rows: bool
     """Do rows travel as they lie in memory, so that the layout must be the same everywhere?"""
 
@@ -64,8 +67,8 @@ class OwnModel(Host):
 
     lies_in_rows = False
 
-    def __init__(self, model: nn.Module) -> None:
-        self.modules, self.rows = (model,), Rows([trainable(model)], None)
+    def __init__(self, model: nn.Module, team: Team | None = None) -> None:
+        self.modules, self.rows, self.team = (model,), Rows([trainable(model)], None), team or Lone()
 
     @property
     def stopped(self) -> Set[int]:
@@ -93,7 +96,8 @@ class OwnModel(Host):
         """The user knows, and may well save it."""
 
     def release(self) -> None:
-        """Nothing was held."""
+        """The run is over."""
+        self.team.close()
 
 
 class WholeFleet(Host):
@@ -102,7 +106,7 @@ class WholeFleet(Host):
     lies_in_rows = True
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet, self.modules = fleet, fleet.modules
+        self._fleet, self.modules, self.team = fleet, fleet.modules, Lone()
         self.rows = Rows([fleet.named_parameters(worker) for worker in fleet.workers], fleet.rows)
 
     @property

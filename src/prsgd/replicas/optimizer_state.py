@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+from prsgd.replicas.rows import local, room
+
 
 class OptimizerState:
     """The hosted workers' optimizer state, each worker's as one row."""
@@ -30,7 +32,7 @@ class OptimizerState:
                 for p in group["params"]:
                     keys.setdefault(p, []).extend((optimizer, name) for name in names)
         self._places = [[(o, p, k) for p in ps for o, k in keys.get(p, [])] for ps in self._workers]
-        self.width = sum(p.numel() for _, p, _ in self._places[0])
+        self.width = sum(room(p) for _, p, _ in self._places[0])  # in all processes that have shards of a model
 
     def describe(self) -> list[str]:
         return [f"optimizer state {key!r} {list(p.shape)}" for _, p, key in self._places[0]]
@@ -39,14 +41,15 @@ class OptimizerState:
         """out <- worker i's state; zeros before its first step."""
         if not self.width:
             return
+        out[sum(local(p).numel() for _, p, _ in self._places[i]) :] = 0
         for value, _, part in self._parts(i, out):
-            part.zero_() if value is None else part.copy_(value)
+            part.zero_() if value is None else part.copy_(local(value))
 
     def write(self, i: int, row: Tensor) -> None:
         """Give worker i the state of a row; one that has not stepped yet has none and stays so."""
         for value, _, part in self._parts(i, row):
             if value is not None:
-                value.copy_(part)
+                local(value).copy_(part)
 
     def forget(self, i: int) -> None:
         """Let worker i start afresh."""
@@ -56,8 +59,10 @@ class OptimizerState:
 
     def _parts(self, i: int, row: Tensor) -> list[tuple[Tensor | None, Parameter, Tensor]]:
         places = self._places[i]
-        views = row.split([p.numel() for _, p, _ in places]) if places else ()
-        return [(o.state.get(p, {}).get(key), p, v.view(p.shape)) for (o, p, key), v in zip(places, views)]
+        shapes = [local(p).shape for _, p, _ in places]
+        sizes = [shape.numel() for shape in shapes]
+        views = row.split([*sizes, row.numel() - sum(sizes)]) if places else ()
+        return [(o.state.get(p, {}).get(key), p, v.view(s)) for (o, p, key), v, s in zip(places, views, shapes)]
 
 
 def _check_whole(optimizers: Sequence[Optimizer], mode: str) -> None:
@@ -83,7 +88,7 @@ def state_keys(optimizer: Optimizer) -> list[list[str]]:
 
 
 def _keys(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
-    kinds = {(p.shape, p.dtype, p.device) for p in group["params"]}
+    kinds = {(local(p).shape, p.dtype, p.device) for p in group["params"]}
     stand_ins = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
     for stand_in in stand_ins:
         stand_in.requires_grad_().grad = torch.zeros_like(stand_in)

@@ -18,17 +18,40 @@ from torch.nn.parameter import Parameter, is_lazy
 CHUNK = 1 << 19
 """Numbers handled at a time: 2 MB of float32 stay in a core's cache between the passes over them."""
 
-NOT_AVERAGED_YET = "sharded models are not averaged yet: give LocalSGD one that is whole in every process"
+
+def is_shard(tensor: Tensor) -> bool:
+    """Is it a DTensor, of which this process has a part?"""
+    # Its module need not be imported to see that nothing is one, which takes more than a second.
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
-def trainable(model: nn.Module) -> dict[str, Parameter]:
+def local(tensor: Tensor) -> Tensor:
+    """What of it lies in this process: of a DTensor its shard, of any other tensor all."""
+    if not is_shard(tensor):
+        return tensor
+    with torch.no_grad():
+        shard: Tensor = tensor.to_local().detach()  # type: ignore[attr-defined]  # of a DTensor
+    return shard
+
+
+def room(tensor: Tensor) -> int:
+    """How many numbers the largest shard of it has: the first one, as shards are cut. Of any other tensor, all."""
+    if not is_shard(tensor) or not tensor.numel():
+        return tensor.numel()
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]  # of a DTensor
+    length: int = tensor.shape[placements[0].dim]
+    return tensor.numel() // length * -(-length // int(mesh.size()))
+
+
+def trainable(model: nn.Module, *, may_be_sharded: bool = False) -> dict[str, Parameter]:
     """The parameters that travel, or a ValueError that names the first that cannot."""
-    # Its module need not be imported to see that nothing is a DTensor, which takes more than a second.
-    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
-            if isinstance(tensor, sharded):
-                raise ValueError(f"{kind} {name!r} is a shard (DTensor), and {NOT_AVERAGED_YET}")
+            if is_shard(tensor) and not may_be_sharded:
+                raise ValueError(
+                    f"{kind} {name!r} is a shard (DTensor), and a Fleet's models are whole: give LocalSGD the sharded "
+                    "model itself, in each of its processes"
+                )
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise ValueError(f"model must have a parameter with requires_grad, {type(model).__name__} has none")
@@ -53,15 +76,19 @@ class Rows:
         self.workers = [dict(w) for w in workers]
         self.matrix = matrix  # a fleet's rows; None: tensors that are left where they are, as a user's own model's
         first = list(self.workers[0].values())
-        self.width = sum(p.numel() for p in first)
+        self.width = sum(map(room, first))
         self.dtype, self.device = sum_dtype(first), first[0].device
         self._scratch: Tensor | None = None
         self._meta = [(p.shape, p.dtype, p.device) for p in first]
         self._usual: Tensor | None = None
         self._parts: list[Rows] = []
         if matrix is None:
-            self._pointers = [p.data_ptr() for p in first]
-            self._groups = [_groups(list(named.values()), self.dtype) for named in self.workers]
+            tensors = [self._tensors(i) for i in range(len(self.workers))]
+            missing = self.width - sum(t.numel() for t in tensors[0])  # where the largest shard is another process's
+            with torch.inference_mode(False):
+                self._padding = torch.zeros(missing, dtype=self.dtype, device=self.device)
+            self._pointers = [t.data_ptr() for t in tensors[0]]
+            self._groups = list(map(self._grouped, tensors))
         else:
             self._groups = [_groups([row], self.dtype) for row in matrix]
 
@@ -91,17 +118,24 @@ class Rows:
             return
         for part in self._parts:
             part.refresh()
-        named = self.workers[0]
-        if [p.data_ptr() for p in named.values()] == self._pointers:
+        named, tensors = self.workers[0], self._tensors(0)
+        if [t.data_ptr() for t in tensors] == self._pointers:
             return
         for (name, p), meta in zip(named.items(), self._meta):
             if (p.shape, p.dtype, p.device) != meta:
                 was, now = (f"{list(s)} {d} on {v}" for s, d, v in (meta, (p.shape, p.dtype, p.device)))
                 raise ValueError(f"parameter {name!r} was {was} when training started and is {now}")
-        self._pointers = [p.data_ptr() for p in named.values()]
-        self._groups = [_groups(list(named.values()), self.dtype)]
+        self._pointers = [t.data_ptr() for t in tensors]
+        self._groups = [self._grouped(tensors)]
         if self._usual is not None:
             self.lands_from(self._usual)
+
+    def _tensors(self, i: int) -> list[Tensor]:
+        """Of worker i's model, what lies here."""
+        return list(map(local, self.workers[i].values()))
+
+    def _grouped(self, tensors: list[Tensor]) -> list[_Group]:
+        return _groups([*tensors, self._padding] if self._padding.numel() else tensors, self.dtype)
 
     def forget_gradient(self, i: int) -> None:
         """As if worker i had not been trained in this step."""

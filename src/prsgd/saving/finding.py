@@ -103,7 +103,7 @@ def find(folder: Path, comm: Communicator, device: torch.device) -> tuple[Found 
     except (CheckpointError, OSError) as error:
         refusal = error
     mine["refusal"], mine["run"] = None if refusal is None else str(refusal), os.urandom(8).hex()
-    everyones = _gathered(json.dumps(mine).encode(), comm, device)
+    everyones = gathered(json.dumps(mine).encode(), comm, device)
     if refusal is not None:
         raise refusal
     for worker, one in enumerate(everyones):
@@ -156,7 +156,7 @@ def _all_in(folder: Path) -> Iterator[tuple[int, int]]:
                 yield int(names[1]), int(names[2])
 
 
-def _gathered(text: bytes, comm: Communicator, device: torch.device) -> list[Any]:
+def gathered(text: bytes, comm: Communicator, device: torch.device) -> list[Any]:
     """What each worker's process says, by worker: text in tensors, of which nothing is unpickled."""
     hosted = len(comm.workers)
     sizes = comm.all_gather(torch.tensor([[len(text)]] * hosted, device=device)).wait().cpu()[:, 0].tolist()

@@ -69,6 +69,11 @@ class resumable:  # noqa: N801 - a word in the user's sentence
                 "resumable is for workers that start together; where they come and go a worker is told the state by "
                 "the others: save local.state_dict() yourself for the case that all of them end"
             )
+        if local.host.team.size > 1:
+            raise ValueError(
+                f"resumable is for workers that are one process each, and {local.host.team.size} are one here: use "
+                "prsgd.save and prsgd.load"
+            )
         _check_parts(local, parts)
         self.step = 0
         """Steps that this worker had taken when it was started again; samples of all that ``log`` was told of."""
@@ -126,14 +131,18 @@ class resumable:  # noqa: N801 - a word in the user's sentence
     def _save(self, number: int) -> None:
         with self._local.paused():
             self._await_writer()
-            state = {
-                "local": self._local.state_dict(),
-                "parts": {name: _state_of(part) for name, part in self._parts.items()},
-                "random": _random_state(),
-            }
-            packed = Packed.of(state)
+            packed = self._packed()
         self._writer = threading.Thread(target=self._write, args=(number, packed))
         self._writer.start()
+
+    def _packed(self) -> Packed:
+        """The state as it is now."""
+        state = {
+            "local": self._local.state_dict(),
+            "parts": {name: _state_of(part) for name, part in self._parts.items()},
+            "random": random_numbers(),
+        }
+        return Packed.of(state)
 
     def _write(self, number: int, packed: Packed) -> None:
         comm = self._local.comm
@@ -167,7 +176,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
             state = self._states.load(found.round)
             self._load(state["parts"])
             self._local.load_state_dict(state["local"])
-            _restore_random(state["random"])
+            restore_random_numbers(state["random"])
             return
         if isinstance(self._local.model, Fleet):
             raise CheckpointError(
@@ -221,7 +230,7 @@ def _state_of(part: Any) -> Any:
     return dict(part) if isinstance(part, MutableMapping) else part.state_dict()
 
 
-def _random_state() -> dict[str, Any]:
+def random_numbers() -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -231,7 +240,7 @@ def _random_state() -> dict[str, Any]:
     return state
 
 
-def _restore_random(state: Mapping[str, Any]) -> None:
+def restore_random_numbers(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     version, numbers, rest = state["python"]
     random.setstate((version, tuple(numbers), rest))

@@ -80,6 +80,12 @@ class Wire(ABC):
         """Is what it leaves out to be said later?"""
         return False
 
+    @property
+    def takes_shards(self) -> bool:
+        """Can a part of a change travel by itself? What the wire looks at together (a bucket, the largest share) is of
+        that part then."""
+        return False
+
     def check(self, setting: Setting) -> None:  # noqa: B027 - most work with everything
         """Raise a ValueError that says why it cannot work with this setting."""
 

@@ -34,6 +34,10 @@ class half(Wire):  # noqa: N801 - a word in the user's sentence
     def keeps_residuals(self) -> bool:
         return self.dtype is torch.float16
 
+    @property
+    def takes_shards(self) -> bool:
+        return True
+
     def check_weights(self, weights: object) -> None:
         if self.dtype is torch.float16 and weights != "uniform":
             raise ValueError(

@@ -55,6 +55,10 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
         one_of("way", self.way, WAYS)
 
     @property
+    def takes_shards(self) -> bool:
+        return True
+
+    @property
     def keeps_residuals(self) -> bool:
         return self.bits == "sign"
 

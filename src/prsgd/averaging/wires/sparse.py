@@ -31,6 +31,10 @@ class sparse(Gathered):  # noqa: N801 - a word in the user's sentence
     density: float = 0.01
 
     @property
+    def takes_shards(self) -> bool:
+        return True
+
+    @property
     def keeps_residuals(self) -> bool:
         return True
 
