@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -93,7 +93,7 @@ class Digits(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
 
 
-def loaders(run: Run, rank: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
+def loaders(run: Run, rank: int) -> tuple[Any, Any]:
     """Of the whole data set, whose part the Trainer gives to each rank; or of a part, where they are uneven."""
     everything = data()
     if run.uneven:
@@ -103,7 +103,7 @@ def loaders(run: Run, rank: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
     return DataLoader(everything, batch_size=8, shuffle=True), DataLoader(everything, batch_size=28)
 
 
-def trainer_of(run: Run, strategy: LocalSGDStrategy | None = None, **options: Any) -> Trainer:
+def trainer_of(run: Run, strategy: LocalSGDStrategy | None = None, **options: Any) -> Any:
     # Lightning takes bfloat16 on a CPU where float16 is asked for, unless it is given the plugin.
     halves: Any = {"plugins": MixedPrecision("16-mixed", "cpu")} if run.precision == "16-mixed" else {}
     return Trainer(
@@ -148,7 +148,7 @@ def by_hand(rank: int, run: Run, looks: bool = False) -> dict[str, Any]:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     train, validation = loaders(run, rank)
     if not run.uneven:
-        sampler = DistributedSampler(everything, 2, rank, shuffle=True, seed=rank + 5)  # as PL_GLOBAL_SEED says
+        sampler: Any = DistributedSampler(everything, 2, rank, shuffle=True, seed=rank + 5)  # as PL_GLOBAL_SEED says
         train = DataLoader(everything, batch_size=8, sampler=sampler)
     dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(run.precision)
     scaler = torch.amp.GradScaler("cpu", enabled=run.precision == "16-mixed")
@@ -222,7 +222,7 @@ def resumed(rank: int, settings: dict[str, Any], folder: str, every: int | None,
     """In one go; and stopped after some steps, and gone on from the newest checkpoint."""
     run = Run(**settings)
 
-    def fit(ckpt: str | None = None, *more: Callback) -> tuple[Trainer, Digits]:
+    def fit(ckpt: str | None = None, *more: Callback) -> tuple[Any, Digits]:
         seed_everything(rank + 1)
         keeps = ModelCheckpoint(
             folder, "{epoch}-{step}-{loss:.3f}", save_top_k=-1, every_n_train_steps=every,
@@ -232,7 +232,7 @@ def resumed(rank: int, settings: dict[str, Any], folder: str, every: int | None,
         trainer = trainer_of(run, callbacks=[keeps, *more], enable_checkpointing=True)
         train, validation = loaders(run, rank)
         if every and not run.uneven:
-            sampler = DistributedSampler(train.dataset, 2, rank, shuffle=True, seed=3)
+            sampler: Any = DistributedSampler(train.dataset, 2, rank, shuffle=True, seed=3)
             train = Stateful(train.dataset, batch_size=8, sampler=sampler)
         seed_everything(5)
         trainer.fit(model, train, validation, ckpt_path=ckpt)
@@ -288,7 +288,7 @@ class Pair(LightningModule):
         return torch.optim.Adam(self.generator.parameters(), 0.01), torch.optim.Adam(self.critic.parameters(), 0.01)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        makes, judges = self.optimizers()
+        makes, judges = cast(Any, self.optimizers())
         x = batch[0]
         noise = x[:, :4]
         self.toggle_optimizer(makes)
@@ -301,7 +301,7 @@ class Pair(LightningModule):
 
         def closure() -> Tensor:
             judges.zero_grad()
-            loss = (self.critic(self.generator(noise).detach()) - self.critic(x)).square().mean()
+            loss: Tensor = (self.critic(self.generator(noise).detach()) - self.critic(x)).square().mean()
             self.manual_backward(loss)
             return loss
 
@@ -321,7 +321,7 @@ def manual(rank: int, overlap: int) -> list[dict[str, Any]]:
     seed_everything(rank + 1)
     model = Pair()
     (makes, judges), everything = model.configure_optimizers(), data()
-    sampler = DistributedSampler(everything, 2, rank, seed=3)
+    sampler: Any = DistributedSampler(everything, 2, rank, seed=3)
     train = DataLoader(everything, batch_size=8, sampler=sampler)
     with prsgd.LocalSGD(model, [makes, judges], schedule=run.schedule(), overlap=overlap) as local:
         for epoch in range(run.epochs):
@@ -375,7 +375,8 @@ def searched(rank: int) -> dict[str, Any]:
 
 def refused(rank: int, kind: str) -> str:
     """What is said to what cannot be."""
-    run, options, model = Run(), {}, Digits(Run())
+    options: dict[str, Any] = {}
+    run, model = Run(), Digits(Run())
     strategy = LocalSGDStrategy(schedule=prsgd.every(4), overlap=1)
     if kind == "sync_batchnorm":
         options["sync_batchnorm"] = True

@@ -238,9 +238,9 @@ class LocalSGDStrategy(DDPStrategy):
         if self._phase == "running":
             assert self.local is not None
             self._phase = "over"
-            self._let_go()
+            self._hide()
             self.local.abandon()
-        self._shown = None
+        self._let_go()
 
     def _let_go(self) -> None:
         for handle in self._toggles:
