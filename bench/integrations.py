@@ -60,11 +60,11 @@ def by_lightning(steps: int, ours: bool) -> float:
             if not ours:
                 optimizer: Any = self.optimizers()
                 run = prsgd.LocalSGD(self.net, optimizer.optimizer, schedule=prsgd.every(8), comm=prsgd.InProcess())
-                object.__setattr__(self, "by_hand", run.start())
+                vars(self)["by_hand"] = run.start()
 
         def on_train_end(self) -> None:
             if not ours:
-                self.by_hand.finish()
+                vars(self)["by_hand"].finish()
             self.seconds = time.perf_counter() - self.began
 
     module = Module()
@@ -111,8 +111,8 @@ def by_transformers(steps: int, ours: bool) -> float:
             disable_tqdm=True, save_strategy="no", logging_strategy="no", optim="sgd",
         )  # fmt: skip
         callback, samples = ByHand(), data(steps)
-        rows = [{"x": x, "labels": y} for x, y in samples]
-        trainer = Trainer(model=Classifier(), args=args, train_dataset=rows, callbacks=[callback])  # type: ignore[arg-type]
+        rows: Any = [{"x": samples[i][0], "labels": samples[i][1]} for i in range(len(samples))]
+        trainer = Trainer(model=Classifier(), args=args, train_dataset=rows, callbacks=[callback])
         if ours:
             local_sgd(trainer, schedule=prsgd.every(8))
         trainer.train()

@@ -31,7 +31,7 @@ def network(norm: bool) -> nn.Sequential:
 
 def train(rank: int, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     """``kind``: "theirs", "ours", or "hand": prsgd.LocalSGD around a model that nobody has wrapped."""
-    AcceleratorState._reset_state()  # type: ignore[no-untyped-call]  # of the training before
+    AcceleratorState._reset_state()  # of the training before
     set_seed(rank + 1)
     accumulate = settings.get("accumulate", 1)
     accelerator = Accelerator(
@@ -110,11 +110,11 @@ def looked(rank: int) -> tuple[bool, bool]:
     model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
     with LocalSGD(accelerator, model, 4) as local_sgd:
         with torch.no_grad():
-            inner[0].weight.fill_(float(rank))  # type: ignore[operator]
+            inner[0].weight.fill_(float(rank))
         model(torch.ones(2, 12)).sum().backward()
         optimizer.step()
-        own = inner[0].weight.detach().clone()  # type: ignore[operator]
+        own = inner[0].weight.detach().clone()
         with local_sgd.consensus() as average:
-            mean = average[0].weight.detach().clone()  # type: ignore[index]
+            mean = average[0].weight.detach().clone()
         gathered = accelerator.gather(own[None]).mean(0)
         return bool(torch.equal(mean, gathered)), bool(torch.equal(inner[0].weight, own))  # type: ignore[arg-type]
