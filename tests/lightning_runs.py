@@ -29,7 +29,7 @@ warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
 class Run:
     """What is trained, and how."""
 
-    overlap: int = 0
+    overlap: Any = 0
     period: int = 4
     accumulate: int = 1
     precision: str = "32-true"
@@ -39,9 +39,11 @@ class Run:
     scale: float = 1.0
     """Of the loss: with large ones 16-mixed skips steps."""
     compiled: bool = False
+    periods: tuple[int, int] | None = None
+    """Of each worker, where they differ."""
 
     def schedule(self) -> prsgd.Schedule:
-        return prsgd.every(self.period)
+        return prsgd.every(self.period) if self.periods is None else prsgd.per_worker(self.periods)
 
     @property
     def uneven(self) -> bool:
@@ -167,7 +169,7 @@ def by_hand(rank: int, run: Run, looks: bool = False) -> dict[str, Any]:
                 if number % run.accumulate == 0 or number == len(train):
                     scaler.step(optimizer)
                     scaler.update()
-            if run.uneven or run.precision == "16-mixed":
+            if run.uneven or run.precision == "16-mixed" or run.periods is not None:
                 with local.epoch():
                     pass
             scheduler.step()

@@ -47,7 +47,7 @@ def test_lightning_starts_its_own_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "said"), [("transformers", "'prsgd/rounds': '10'"), ("accelerate", "epoch 3: loss")]
+    ("library", "said"), [("transformers", "'prsgd/rounds': 1"), ("accelerate", "epoch 3: loss")]
 )
 def test_under_torchrun(library: str, said: str, tmp_path: Path) -> None:
     path = script(library, tmp_path)

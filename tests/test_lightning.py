@@ -39,6 +39,7 @@ def same(ours: dict[str, Any], by_hand: dict[str, Any]) -> None:
         {"overlap": 3, "accumulate": 2},
         {"overlap": 1, "precision": "bf16-mixed", "compiled": True},
         {"overlap": 2, "precision": "16-mixed", "scale": 100.0},
+        {"overlap": 1, "periods": (2, 3), "optimizer": "sgd"},
         {"overlap": 1, "batches": (5, 9)},
         {"batches": (8, 5), "accumulate": 3, "precision": "bf16-mixed"},
     ],
@@ -50,6 +51,13 @@ def test_the_trainer_is_the_loop_by_hand(ranks: Kept, settings: dict[str, Any]) 
         same(trainer, hand)
     if settings.get("precision") == "16-mixed":
         assert results[0][0]["steps"][-1] < results[0][0]["global_step"]  # some were skipped
+
+
+def test_an_overlap_that_chooses_itself(ranks: Kept) -> None:
+    results = ranks.run("tests.lightning_runs:both", {"overlap": "auto", "period": 6})
+    (first, _), (second, _) = results
+    assert first["steps"] == second["steps"] == [6, 12, 18, 21]
+    assert all(torch.equal(value, second["model"][name]) for name, value in first["model"].items())
 
 
 def test_validation_and_checkpoints_see_the_average(ranks: Kept, tmp_path: Path) -> None:

@@ -154,6 +154,9 @@ def by_hand(rank: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
                 optimizer.step()
                 scheduler.step()
                 model.zero_grad()
+            if "schedule" in settings:  # per_worker
+                with local.epoch():
+                    pass
             if args.eval_strategy == "epoch":
                 for _ in trainer.get_eval_dataloader():
                     pass  # it draws a random number
@@ -225,6 +228,9 @@ def refused(rank: int, folder: str, kind: str) -> str:
         trainer.model_wrapped = FullyShardedDataParallel(trainer.model, device_id=torch.device("cpu"))
     elif kind == "tokens":
         trainer.args.include_num_input_tokens_seen = "all"
+    elif kind == "lengths":
+        trainer = trainer_of(rank, folder, {"accelerator_config": {"even_batches": False}, "max_steps": 20})
+        trainer.train_dataset = Texts(120)
     elif kind == "schedule":
         options["schedule"] = 8
     elif kind == "overlap":
