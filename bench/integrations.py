@@ -25,6 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import prsgd
 
 WIDTH, BATCH = 256, 32
+WARM_UP = 50
+"""Steps that do not count: what is done once."""
 
 
 def data(steps: int) -> TensorDataset:
@@ -55,17 +57,22 @@ def by_lightning(steps: int, ours: bool) -> float:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == WARM_UP:
+                self.began = time.process_time()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seconds = time.process_time() - getattr(self, "began", 0.0)
+
         def on_train_start(self) -> None:
-            self.began = time.process_time()
             if not ours:
                 optimizer: Any = self.optimizers()
-                run = prsgd.LocalSGD(self.net, optimizer.optimizer, schedule=prsgd.every(8), comm=prsgd.InProcess())
+                run = prsgd.LocalSGD(self.net, optimizer.optimizer, schedule=prsgd.every(8))
                 vars(self)["by_hand"] = run.start()
 
         def on_train_end(self) -> None:
             if not ours:
                 vars(self)["by_hand"].finish()
-            self.seconds = time.process_time() - self.began
 
     module = Module()
     strategy: Any = LocalSGDStrategy(schedule=prsgd.every(8)) if ours else "auto"
@@ -74,7 +81,7 @@ def by_lightning(steps: int, ours: bool) -> float:
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, DataLoader(data(steps), batch_size=BATCH))
-    return module.seconds / steps
+    return module.seconds / (steps - WARM_UP)
 
 
 def by_transformers(steps: int, ours: bool) -> float:
@@ -95,15 +102,18 @@ def by_transformers(steps: int, ours: bool) -> float:
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.local = None
             if not ours:
-                self.local = prsgd.LocalSGD(
-                    kwargs["model"], kwargs["optimizer"], schedule=prsgd.every(8), comm=prsgd.InProcess()
-                ).start()
-            self.began = time.process_time()
+                self.local = prsgd.LocalSGD(kwargs["model"], kwargs["optimizer"], schedule=prsgd.every(8)).start()
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == WARM_UP:
+                self.began = time.process_time()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.seconds = time.process_time() - getattr(self, "began", 0.0)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if self.local is not None:
                 self.local.finish()
-            self.seconds = time.process_time() - self.began
 
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
@@ -116,7 +126,7 @@ def by_transformers(steps: int, ours: bool) -> float:
         if ours:
             local_sgd(trainer, schedule=prsgd.every(8))
         trainer.train()
-    return callback.seconds / steps
+    return callback.seconds / (steps - WARM_UP)
 
 
 RUNS: dict[str, Callable[[int, bool], float]] = {"lightning": by_lightning, "transformers": by_transformers}
@@ -129,6 +139,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=12)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    # One group of one process for all, so that averages cost the same on both sides.
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     warnings.simplefilter("ignore")
     for name in args.libraries or RUNS:
         run, ratios, own = RUNS[name], [], []

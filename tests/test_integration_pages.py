@@ -46,9 +46,7 @@ def test_lightning_starts_its_own_processes(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["0.ckpt", "1.ckpt"]
 
 
-@pytest.mark.parametrize(
-    ("library", "said"), [("transformers", "'prsgd/rounds': 1"), ("accelerate", "epoch 3: loss")]
-)
+@pytest.mark.parametrize(("library", "said"), [("transformers", "'prsgd/rounds': 1"), ("accelerate", "epoch 3: loss")])
 def test_under_torchrun(library: str, said: str, tmp_path: Path) -> None:
     path = script(library, tmp_path)
     result = ranks.torchrun(
