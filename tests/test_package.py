@@ -50,6 +50,7 @@ LAYERS = [
     "theory",
     "report",
     "bench",
+    "integrations",
     "cli __main__",
 ]
 PLACE = {name: place for place, line in enumerate(LAYERS) for name in line.split()}

@@ -8,6 +8,8 @@ from typing import Any
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+_HOOKS = "_optimizer_step_pre_hooks"
+
 
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer whose step is the step: of a proxy, such as accelerate's, the one that it holds and steps."""
@@ -26,14 +28,16 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def _takes_hooks(optimizer: Any) -> bool:
-    """Is it an optimizer of torch's own kind? A proxy may be one by class, but its constructor never ran."""
+    """Is it an optimizer of torch's own kind? A proxy may be one by class, but its constructor never ran, or it has
+    copied what the other one holds, as Fabric's does: then the hooks are the other one's."""
     if not isinstance(optimizer, Optimizer):
         return False
     try:
         optimizer.register_step_pre_hook(lambda *_: None).remove()
     except AttributeError:
         return False
-    return True
+    inner = getattr(optimizer, "optimizer", None)
+    return not isinstance(inner, Optimizer) or vars(inner).get(_HOOKS) is not getattr(optimizer, _HOOKS)
 
 
 def owners(optimizers: Sequence[Optimizer], workers: Sequence[Mapping[str, Parameter]]) -> dict[Optimizer, list[int]]:

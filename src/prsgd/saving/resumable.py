@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import threading
 import warnings
 from collections.abc import Mapping, MutableMapping
@@ -21,6 +19,7 @@ from prsgd.replicas.optimizers import unwrapped
 from prsgd.saving.finding import Found, find, forget_strangers, states_of
 from prsgd.saving.inheriting import mean_of
 from prsgd.saving.journal import Journal
+from prsgd.saving.random_numbers import random_state, restore_random_state
 from prsgd.saving.states import Packed
 
 
@@ -140,7 +139,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         state = {
             "local": self._local.state_dict(),
             "parts": {name: _state_of(part) for name, part in self._parts.items()},
-            "random": random_numbers(),
+            "random": random_state(),
         }
         return Packed.of(state)
 
@@ -176,7 +175,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
             state = self._states.load(found.round)
             self._load(state["parts"])
             self._local.load_state_dict(state["local"])
-            restore_random_numbers(state["random"])
+            restore_random_state(state["random"])
             return
         if isinstance(self._local.model, Fleet):
             raise CheckpointError(
@@ -228,23 +227,3 @@ def _check_parts(local: LocalSGD, parts: Mapping[str, Any]) -> None:
 
 def _state_of(part: Any) -> Any:
     return dict(part) if isinstance(part, MutableMapping) else part.state_dict()
-
-
-def random_numbers() -> dict[str, Any]:
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [kind, keys.tolist(), *rest]
-    return state
-
-
-def restore_random_numbers(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    version, numbers, rest = state["python"]
-    random.setstate((version, tuple(numbers), rest))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))

@@ -31,7 +31,7 @@ from prsgd.replicas.rows import is_shard
 from prsgd.replicas.rows import local as here
 from prsgd.replicas.sharded import slice_of
 from prsgd.saving.finding import KEEP, gathered
-from prsgd.saving.resumable import random_numbers, restore_random_numbers
+from prsgd.saving.random_numbers import random_state, restore_random_state
 from prsgd.saving.states import DamagedCheckpointError, Packed, States
 
 Tensors = dict[str, Tensor]
@@ -105,7 +105,7 @@ def load(run: LocalSGD, optimizers: Sequence[Optimizer], folder: Path) -> None:
         tree["local"]["setup"]["num_parameters"] = run.host.rows.width
     _put_together(run, optimizers, tree, tensors)
     if same:
-        restore_random_numbers(tree["random"])
+        restore_random_state(tree["random"])
     elif worker == 0 and team.place == 0:
         warnings.warn(
             f"workers that were {processes} processes are {team.size} now: after round {number} the run goes on with "
@@ -151,7 +151,7 @@ def _taken_apart(run: LocalSGD, optimizers: Sequence[Optimizer]) -> tuple[dict[s
         "optimizers": saved,
         "local": state,
         "rows": rows,
-        "random": random_numbers(),
+        "random": random_state(),
         "has_shards": run.host.team.has_shards,
     }, tensors
 

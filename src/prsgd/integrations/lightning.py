@@ -1,0 +1,493 @@
+"""PyTorch Lightning 2.6: ``LocalSGDStrategy`` for its Trainer, ``FabricStrategy`` for Fabric.
+
+    from prsgd.integrations.lightning import LocalSGDStrategy
+
+    trainer = Trainer(devices=2, strategy=LocalSGDStrategy(schedule=prsgd.every(8), overlap=1))
+    trainer.fit(model, loader)
+
+What differs from ``strategy="ddp"`` is told in docs/integrations/lightning.md.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from prsgd.averaging.base import Averaging
+from prsgd.averaging.wires.base import Wire
+from prsgd.core.local_sgd import LocalSGD
+from prsgd.integrations import keeps_step, require, require_schedule, told
+from prsgd.records import Record
+from prsgd.saving.random_numbers import random_state, restore_random_state
+from prsgd.schedules.base import Schedule
+
+require("lightning", at_least="2.6", below="2.7")
+
+# The check comes first: what follows fails with an older version, in words that do not say why.
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+__all__ = ["FabricStrategy", "LocalSGDStrategy"]
+
+_TIMEOUT = timedelta(seconds=1800)
+"""Lightning's own, for its collectives."""
+_KEY = "prsgd"
+"""Of what is ours in a checkpoint."""
+
+
+class LocalSGDStrategy(DDPStrategy):
+    """Local SGD under Lightning's Trainer: every process trains its own model and averages it now and then.
+
+        Trainer(devices=2, strategy=LocalSGDStrategy(schedule=prsgd.every(8), overlap=1))
+
+    ``schedule``, ``averaging``, ``overlap``, ``optimizer_state``, ``timeout_seconds``, ``done_timeout_seconds`` and
+    ``on_record`` are those of ``prsgd.LocalSGD``; the other arguments are those of Lightning's ``DDPStrategy``, from
+    which launchers and samplers come.
+
+    Validation, checkpoints and the model after ``fit`` are the average of all workers. Beside a checkpoint lies a
+    folder ``<name>.workers`` with every worker's own, from which ``fit(ckpt_path=...)`` goes on to the last bit.
+    Rounds, bytes and drift are in ``trainer.logged_metrics`` and go to the loggers; ``trainer.strategy.local`` is the
+    ``LocalSGD`` with all else.
+
+    If loaders differ in length, or workers may skip steps (16-mixed), or the schedule gives them rounds of different
+    lengths, an epoch ends with one more average, so that all workers are at one point for what follows.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: Schedule,
+        averaging: Averaging | Wire | None = None,
+        overlap: int | Literal["auto"] = 0,
+        optimizer_state: str = "keep",
+        timeout_seconds: float | None = None,
+        done_timeout_seconds: float = 3600.0,
+        on_record: Callable[[Record], None] | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = _TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        require_schedule(schedule)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.local: LocalSGD | None = None
+        """The run of the newest ``fit``; ``local.records`` has one entry for each average."""
+        self._settings: dict[str, Any] = {
+            "schedule": schedule, "averaging": averaging, "overlap": overlap, "optimizer_state": optimizer_state,
+            "timeout_seconds": timeout_seconds, "done_timeout_seconds": done_timeout_seconds, "on_record": on_record,
+        }  # fmt: skip
+        self._phase: Literal["none", "new", "running", "over"] = "none"
+        self._callback = _AtEnds(self)
+        self._toggles: list[Any] = []
+        """Handles of the hooks around the optimizers' steps, with manual optimization."""
+        self._meets, self._has_met = False, False
+        """Do workers end an epoch by one more average? And have they, since the last batch?"""
+        self._shown: ExitStack | None = None
+        """Holds the average of all workers in the module, while there is validation."""
+        self._resumed: Mapping[str, Any] | None = None
+        """What is ours in the checkpoint from which ``fit`` goes on."""
+        self._own: dict[str, Any] = {}
+        """This worker's part of the checkpoint that is being made."""
+        self._saved_as: dict[str, str] = {}
+        self._logged_at = 0
+
+    # Setting up
+
+    def setup(self, trainer: Trainer) -> None:
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits and self._layer_sync is not None:
+            raise ValueError(
+                "sync_batchnorm must be off with LocalSGDStrategy: it would wait for all workers in every layer of "
+                "every step; BatchNorm's statistics are averaged with the model"
+            )
+        super().setup(trainer)
+        if not fits:
+            return
+        closures = [type(o).__name__ for o in self.optimizers if isinstance(o, LBFGS)]
+        if closures and self._settings["overlap"] != 0:
+            raise ValueError(
+                f"overlap must be 0 with {closures[0]}, which takes several gradients in a step, got "
+                f"{self._settings['overlap']!r}"
+            )
+        self._make_local()
+        trainer.callbacks.insert(0, self._callback)  # type: ignore[attr-defined]  # before those that look at the model or save it
+        # Lightning broadcasts from rank 0 before every batch whether it got a SIGTERM: all would wait for rank 0 in
+        # every step, and for ever once it has no more batches. Each process goes by its own signal instead.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+    def configure_ddp(self) -> None:
+        """No wrapper; all begin at worker 0's model, unless each goes on from its own."""
+        assert self.model is not None
+        if self._resumed is None or "worker" not in self._resumed:
+            _sync_module_states(self.model)
+
+    def _make_local(self) -> None:
+        assert self.lightning_module is not None
+        self.local = LocalSGD(self.lightning_module, self.optimizers, **self._settings)
+        self.local.add_listener(self._tell)
+        self._phase, self._logged_at = "new", 0
+        if self._resumed is not None:
+            go_on = self.local.load_state_dict if "worker" in self._resumed else self.local.inherit
+            go_on(self._resumed["local"])
+
+    # Training
+
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self._phase == "over":  # the second run of one fit, as after a search for a learning rate
+            self._make_local()
+        assert self.local is not None
+        self._meets = self._see_lengths(trainer)
+        manual = not self.lightning_module.automatic_optimization
+        toggling = _Toggling(self.lightning_module)
+        if manual:
+            self._toggles = [o.register_step_pre_hook(toggling.before) for o in self.local.optimizers]
+        self.local.start()
+        self._phase, self._has_met = "running", False
+        if manual:
+            self._toggles += [o.register_step_post_hook(toggling.after) for o in self.local.optimizers]
+        if self._resumed is not None and "worker" in self._resumed and not trainer.is_last_batch:
+            restore_random_state(self._resumed["random"])  # in an epoch, whose loader has drawn its numbers long ago
+        self._resumed = None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._has_met = False
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The gradient first, and then the step, where an average may land between the two."""
+        plugin, model = self.precision_plugin, model or self.lightning_module
+        scales = isinstance(plugin, MixedPrecision) and plugin.scaler is not None  # and does so by itself
+        plain = type(plugin).optimizer_step in (Precision.optimizer_step, MixedPrecision.optimizer_step)
+        if scales or not plain or isinstance(optimizer, LBFGS):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert isinstance(model, LightningModule)
+        result = plugin._wrap_closure(model, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
+    def on_train_end(self) -> None:
+        self._finish()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._abandon()
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        self._abandon()
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            trainer: Any = self.lightning_module.trainer
+            trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+            if self._callback in trainer.callbacks:
+                trainer.callbacks.remove(self._callback)
+        self._resumed = None
+        super().teardown()
+
+    def _meet(self) -> None:
+        """Where workers' steps differ, let those that are ahead wait for all, by one more average."""
+        if self._phase == "running" and self._meets and not self._has_met:
+            assert self.local is not None
+            with self.local.epoch():
+                self._has_met = True
+
+    def _finish(self) -> None:
+        if self._phase == "running":
+            assert self.local is not None
+            self._phase = "over"
+            self._let_go()
+            self.local.finish()
+            if self.local.records:
+                self._log(told(self.local, self.local.records[-1]))
+
+    def _abandon(self) -> None:
+        if self._phase == "running":
+            assert self.local is not None
+            self._phase = "over"
+            self._hide()
+            self.local.abandon()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for handle in self._toggles:
+            handle.remove()
+        self._toggles = []
+
+    def _see_lengths(self, trainer: Trainer) -> bool:
+        """Do workers have to meet at the end of an epoch? Refuse what cannot be if their epochs differ in length."""
+        batches = torch.tensor(float(trainer.num_training_batches), device=self.root_device)
+        lengths = self.all_gather(batches).flatten()
+        if (lengths != lengths[0]).any():
+            inside = trainer.enable_validation and (
+                trainer.check_val_every_n_epoch is None
+                or trainer.val_check_batch is None
+                or trainer.val_check_batch < trainer.num_training_batches
+            )
+            text = f"the workers' loaders have {lengths.tolist()} batches"
+            if self.reduce_boolean_decision(bool(inside), all=False):
+                raise ValueError(f"val_check_interval must be 1.0 where epochs differ in length: {text}")
+            if trainer.max_steps != -1:
+                raise ValueError(f"max_steps counts each worker's own steps: use max_epochs, since {text}")
+            return True
+        scales = isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None
+        return bool(lengths.isinf().any()) or scales or not keeps_step(self._settings["schedule"])
+
+    def _tell(self, record: Record) -> None:
+        """A record is complete: to ``trainer.logged_metrics``, what callbacks monitor, and the loggers."""
+        if self._phase not in ("running", "over") or self.local is None or self.lightning_module is None:
+            return
+        trainer: Any = self.lightning_module.trainer
+        numbers = told(self.local, record)
+        shown = {name: torch.tensor(float(value)) for name, value in numbers.items()}
+        trainer.logged_metrics.update(shown)
+        trainer.callback_metrics.update(shown)
+        if trainer.log_every_n_steps and self.local.step - self._logged_at >= trainer.log_every_n_steps:
+            self._log(numbers)
+
+    def _log(self, numbers: dict[str, float]) -> None:
+        assert self.local is not None
+        assert self.lightning_module is not None
+        self._logged_at, trainer = self.local.step, self.lightning_module.trainer
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    # Looking
+
+    def on_validation_start(self) -> None:
+        if self._phase == "running":
+            self._meet()
+            self._show()
+
+    def on_validation_end(self) -> None:
+        self._hide()
+
+    def _show(self) -> None:
+        assert self.local is not None
+        self._shown = ExitStack()
+        self._shown.enter_context(self.local.consensus())
+
+    def _hide(self) -> None:
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.close()
+
+    # Saving and loading
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Of the average of all workers, for all of whom this is a collective while they train."""
+        self._own = {}
+        assert self.lightning_module is not None
+        if self._phase not in ("running", "over") or self.lightning_module.trainer.interrupted:
+            return super().lightning_module_state_dict()
+        assert self.local is not None
+        self._meet()
+        looking, average = self._shown is not None, None
+        if looking:
+            average = self._copied_state()
+            self._hide()
+        self._own = {
+            "state_dict": self._copied_state(),
+            _KEY: {"worker": self.global_rank, "local": self.local.state_dict(), "random": random_state()},
+        }
+        if looking:
+            self._show()
+        elif self._phase == "running":
+            with self.local.consensus():
+                average = self._copied_state()
+        return average or self._copied_state()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """The average in ``filepath``, and each worker's own beside it."""
+        own, self._own = self._own, {}
+        if not own or "optimizer_states" not in checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        assert self.local is not None
+        path = self.broadcast(str(filepath))  # a name with a metric in it may differ by worker
+        self._saved_as[str(filepath)] = path
+        with self.local.paused() if self._phase == "running" else nullcontext():
+            state = {"num_workers": self.world_size, "local": own[_KEY]["local"]}
+            super().save_checkpoint({**checkpoint, _KEY: state}, path, storage_options)
+            own_path = _worker_path(path, self.global_rank)
+            self.checkpoint_io.save_checkpoint({**checkpoint, **own}, own_path, storage_options=storage_options)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        super().remove_checkpoint(filepath)
+        path = self._saved_as.pop(str(filepath), str(filepath))
+        self.checkpoint_io.remove_checkpoint(_worker_path(path, self.global_rank))
+        folder = os.path.dirname(_worker_path(path, self.global_rank))
+        if os.path.isdir(folder) and not os.listdir(folder):
+            with suppress(OSError):  # another worker was first
+                os.rmdir(folder)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """To train on: this worker's own, if all workers have theirs; else the average."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
+        kept, self._resumed = checkpoint.pop(_KEY, None), None
+        if kept is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint
+        path = _worker_path(os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path,
+                            self.global_rank)  # fmt: skip
+        try:
+            own = super().load_checkpoint(path, weights_only)
+        except FileNotFoundError:
+            own = None
+        if self.reduce_boolean_decision(own is not None and kept["num_workers"] == self.world_size):
+            assert own is not None
+            self._resumed = own.pop(_KEY)
+            return own
+        self._resumed = kept
+        why = f"it was saved by {kept['num_workers']} workers, here are {self.world_size}"
+        if kept["num_workers"] == self.world_size:
+            why = f"not all workers find theirs, such as {path}"
+        if self.is_global_zero:
+            warnings.warn(
+                f"all workers go on from the average in {checkpoint_path} and worker 0's optimizer state: {why}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._resumed is not None and "worker" in self._resumed:
+            restore_random_state(self._resumed["random"])
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Not after an error, when a checkpoint may be saved by one process: the others will never come."""
+        module = self.lightning_module
+        if module is None or module._trainer is None or not module.trainer.interrupted:
+            super().barrier(*args, **kwargs)
+
+    def _copied_state(self) -> dict[str, Any]:
+        """What the module holds now, to be written later."""
+        state = super().lightning_module_state_dict()
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.detach().to("cpu", copy=True)
+        return state
+
+
+class _AtEnds(Callback):
+    """Comes before all other callbacks where an epoch's batches end, and training does."""
+
+    def __init__(self, strategy: LocalSGDStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, idx: int) -> None:
+        if trainer.is_last_batch or idx + 1 == trainer.num_training_batches:
+            self._strategy._meet()
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._strategy._meet()  # also where a hook has ended the epoch early
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._strategy._finish()
+
+
+class _Toggling:
+    """Around a step, all parameters train that did so in the beginning: ``toggle_optimizer`` lets those of the other
+    optimizers rest, which must not look as if the model had changed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._trains = [p for p in module.parameters() if p.requires_grad]
+        self._resting: list[nn.Parameter] = []
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._resting = [p for p in self._trains if not p.requires_grad]
+        for p in self._resting:
+            p.requires_grad_(True)
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for p in self._resting:
+            p.requires_grad_(False)
+
+
+class FabricStrategy(FabricDDPStrategy):
+    """Launcher and samplers of Fabric's ``DDPStrategy`` without its wrapper, for a loop with ``prsgd.LocalSGD`` in it.
+
+        fabric = Fabric(devices=2, strategy=FabricStrategy())
+        model, optimizer = fabric.setup(model, optimizer)
+        with prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(8)) as local:
+            for x, y in fabric.setup_dataloaders(loader):
+                optimizer.zero_grad()
+                fabric.backward(loss_fn(model(x), y))
+                optimizer.step()
+
+    Its arguments are those of ``DDPStrategy`` that do not concern the wrapper.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Any | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = _TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._backward_sync_control = _NothingToSync()
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # that is the point
+        return module
+
+
+class _NothingToSync(_BackwardSyncControl):
+    """``fabric.no_backward_sync``: there is no exchange of gradients to be held back."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _worker_path(checkpoint_path: Any, rank: int) -> str:
+    return f"{checkpoint_path}.workers/{rank}.ckpt"
