@@ -168,6 +168,8 @@ CASES = [
     {"method": "post-local", "switch": 50, "overlap": 1},
     {"method": "qsr"},
     {"method": "pr-sgd-auto", "period": None, "overlap": 1},
+    {"method": "streaming-diloco", "overlap": 1, "optimizer": "adamw", "lr": 0.003, "clip": 1.0},
+    {"method": "pr-sgd", "model": "cnn", "fragments": 3, "overlap": 1},
     {"method": "one-shot", "period": None, "model": "cnn"},
     {"task": "synthetic", "model": "wells", "momentum": 0.5},
     {"optimizer": "adamw", "lr": 0.003, "recipe": "cosine", "warmup": 7, "clip": 0.5, "accumulate": 4, "overlap": 2},

@@ -18,7 +18,7 @@ from prsgd.clocks.wall import WallClock
 from prsgd.comm.base import Communicator
 from prsgd.comm.joining import current
 from prsgd.core.books import Books, Ledger
-from prsgd.core.fragments import Names, dealt
+from prsgd.core.fragments import Names, check_fragments, dealt
 from prsgd.core.hooks import Hooks, SkippedSteps
 from prsgd.core.lane import Lane, Run
 from prsgd.core.lanes import Lanes
@@ -109,7 +109,7 @@ def assemble(
     schedule.check(num_workers, setting.overlap)
     setting.require(averaging)
     parts = dealt(host.rows.workers[0], fragments)
-    _check_fragments(len(parts), schedule, setting)
+    check_fragments(len(parts), schedule, setting)
     if limit is not None:
         team.comm.timeout_seconds = limit
     if limit is not None and (comm is None or used.is_elastic):
@@ -157,22 +157,3 @@ def assemble(
         books = Books(len(workers), ledger, speaks=speaks, fragment=None if len(parts) == 1 else k)
         lanes.append(Lane(run, schedule, rows, state, buffers, books))
     return Parts(averaging, used, own_comm, timekeeper, host, roll, hooks, Lanes(lanes), ledger, parts, setup)
-
-
-def _check_fragments(count: int, schedule: Schedule, setting: Setting) -> None:
-    """Raise a ValueError that says why so many do not go with the other parts."""
-    if count == 1:
-        return
-    if setting.elastic:
-        raise ValueError(f"where workers come and go all of a model is averaged at once, got {count} fragments")
-    if setting.learns:
-        raise ValueError(
-            f"{described(schedule)} weighs how far whole models drift apart, and with {count} fragments no average "
-            "knows that: use a schedule such as every(8)"
-        )
-    try:
-        schedule.check(setting.num_workers, setting.overlap * count)
-    except ValueError as error:
-        raise ValueError(
-            f"{count} fragments travel one after the other, each for {setting.overlap} steps: {error}"
-        ) from None

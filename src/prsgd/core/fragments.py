@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch.nn.parameter import Parameter
 
 from prsgd._check import shown, whole_number
+from prsgd.averaging.base import Setting
+from prsgd.schedules.base import Schedule
 
 Names = list[str]
 
@@ -36,10 +38,20 @@ def dealt(named: Mapping[str, Parameter], fragments: int | Sequence[str | Sequen
     return sorted((sorted(names, key=order.__getitem__) for names in found), key=lambda names: order[names[0]])
 
 
-def _by_size(named: Mapping[str, Parameter], fragments: int) -> list[Names]:
+def layers_of(names: Iterable[str]) -> dict[str, Names]:
+    """The parameters of each module that owns some.
+
+    >>> layers_of(["0.weight", "0.bias", "2.weight"])
+    {'0': ['0.weight', '0.bias'], '2': ['2.weight']}
+    """
     layers: dict[str, Names] = {}
-    for name in named:
+    for name in names:
         layers.setdefault(name.rpartition(".")[0], []).append(name)
+    return layers
+
+
+def _by_size(named: Mapping[str, Parameter], fragments: int) -> list[Names]:
+    layers = layers_of(named)
     if fragments > len(layers):
         raise ValueError(f"fragments must be at most the number of layers that train, {len(layers)}, got {fragments}")
     sizes = {layer: sum(named[name].numel() for name in names) for layer, names in layers.items()}
@@ -78,3 +90,22 @@ def _by_patterns(named: Mapping[str, Parameter], fragments: Sequence[str | Seque
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise ValueError(f"fragments leave out parameter {left[0]!r}{more}: every one that trains must be in one")
     return found
+
+
+def check_fragments(count: int, schedule: Schedule, setting: Setting) -> None:
+    """Raise a ValueError that says why so many do not go with the other parts."""
+    if count == 1:
+        return
+    if setting.elastic:
+        raise ValueError(f"where workers come and go all of a model is averaged at once, got {count} fragments")
+    if setting.learns:
+        raise ValueError(
+            f"{schedule!r} weighs how far whole models drift apart, and with {count} fragments no average "
+            "knows that: use a schedule such as every(8)"
+        )
+    try:
+        schedule.check(setting.num_workers, setting.overlap * count)
+    except ValueError as error:
+        raise ValueError(
+            f"{count} fragments travel one after the other, each for {setting.overlap} steps: {error}"
+        ) from None

@@ -14,6 +14,7 @@ from prsgd import cluster as clusters
 from prsgd import tasks
 from prsgd._check import from_zero_to, nearest, one_of, positive, shown, whole_number, whole_number_or_auto
 from prsgd.averaging.base import Setting
+from prsgd.core.fragments import check_fragments
 from prsgd.data import splits
 from prsgd.lab import methods, recipe
 
@@ -74,6 +75,8 @@ class Config:
     outer_lr: float | None = None
     outer_momentum: float | None = None
     """Of a method whose averages are steps of an outer optimizer; the method's own."""
+    fragments: int | None = None
+    """Parts in which the model travels, one after the other; the method's own, mostly 1."""
     optimizer: str | None = None
     """What this is decides on what else is usual: lr, recipe, warmup, weight_decay and clip."""
     recipe: str | None = None
@@ -163,7 +166,7 @@ class Config:
 
     def _check(self) -> None:
         whole_number("workers", self.workers, at_least=1, at_most=MOST_WORKERS)
-        for name in ("period", "epochs", "steps", "batch_size", "processes", "look"):
+        for name in ("period", "epochs", "steps", "batch_size", "processes", "look", "fragments"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), at_least=1, at_most=MOST)
         whole_number_or_auto("overlap", self.overlap, at_least=0, at_most=MOST)
@@ -204,6 +207,7 @@ class Config:
         parts.schedule.check(self.workers, setting.overlap)
         if parts.optimizer_state == "average" and self.overlap not in (0, 1):
             raise ValueError(f"overlap must be 0 or 1 with method {self.method}, got {self.overlap!r}")
+        check_fragments(parts.fragments, parts.schedule, setting)
         try:
             setting.require(parts.averaging)
         except ValueError as error:
@@ -256,12 +260,15 @@ class Config:
             outer_lr=self.outer_lr,
             outer_momentum=self.outer_momentum,
         )
-        return methods.find(self.method).build(given)
+        built = methods.find(self.method).build(given)
+        return built if self.fragments is None else dataclasses.replace(built, fragments=self.fragments)
 
     @property
     def label(self) -> str:
         """What tells this run from others: the method, and its period if it has one."""
-        return methods.label(self.method, period=self.period, seconds=self.seconds, overlap=self.overlap)
+        return methods.label(
+            self.method, period=self.period, seconds=self.seconds, overlap=self.overlap, fragments=self.fragments
+        )
 
     @property
     def folder_name(self) -> str:

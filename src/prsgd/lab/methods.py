@@ -26,10 +26,13 @@ class Parts:
     schedule: Schedule
     averaging: Averaging
     optimizer_state: str = "keep"
+    fragments: int = 1
+    """At most: a model with fewer layers has as many as those, unless the user asked for more."""
 
     def __str__(self) -> str:
         state = "" if self.optimizer_state == "keep" else f', optimizer_state="{self.optimizer_state}"'
-        return f"{_typed(self.schedule)} + {_typed(self.averaging)}{state}"
+        fragments = "" if self.fragments == 1 else f", fragments={self.fragments}"
+        return f"{_typed(self.schedule)} + {_typed(self.averaging)}{state}{fragments}"
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,13 @@ METHODS = {
         lambda given: Parts(prsgd.every(given.period), given.outer(lr=0.7, momentum=0.9)),
         is_outer=True,
     ),
+    "streaming-diloco": Method(
+        "DiLoCo whose model travels in 4 fragments (or --fragments), one after the other through the round, so that a "
+        "quarter of it travels at once. As published the workers' own optimizer is AdamW (--optimizer adamw).",
+        "Douillard et al. 2025",
+        lambda given: Parts(prsgd.every(given.period), given.outer(lr=0.7, momentum=0.9), fragments=4),
+        is_outer=True,
+    ),
     "sparseloco": Method(
         "DiLoCo that sends the largest fiftieth of what each worker has changed; the rest is added to the next change. "
         "As published the workers' own optimizer is AdamW (--optimizer adamw), and the values travel in 2 bits: here "
@@ -285,8 +295,10 @@ def find(name: str) -> Method:
     return METHODS[one_of("method", name, METHODS)]
 
 
-def label(method: str, *, period: int | None, seconds: float | None, overlap: int | str | None) -> str:
-    """What tells a run from others: the method, its period if it has one, an overlap that is not its own.
+def label(
+    method: str, *, period: int | None, seconds: float | None, overlap: int | str | None, fragments: int | None = None
+) -> str:
+    """What tells a run from others: the method, its period if it has one, fragments and an overlap that were given.
 
     >>> label("pr-sgd", period=8, seconds=None, overlap=1), label("d-psgd", period=1, seconds=None, overlap=1)
     ('pr-sgd period 8 overlap 1', 'd-psgd')
@@ -297,6 +309,8 @@ def label(method: str, *, period: int | None, seconds: float | None, overlap: in
         name += f" period {period}"
     elif period is None and seconds is not None:
         name += f" {seconds:g} s"
+    if fragments is not None:
+        name += f" fragments {fragments}"
     return name if overlap == (own.overlap if own is not None else 0) else f"{name} overlap {overlap}"
 
 

@@ -25,6 +25,7 @@ from prsgd import files, tasks
 from prsgd.clocks.trace import to_chrome
 from prsgd.cluster.clock import ClusterClock, Sleeper
 from prsgd.comm.in_process import InProcess
+from prsgd.core.fragments import layers_of
 from prsgd.core.local_sgd import LocalSGD
 from prsgd.errors import CheckpointError
 from prsgd.lab import methods
@@ -38,6 +39,7 @@ from prsgd.lab.optimizer import optimizer_of
 from prsgd.lab.progress import Observer, Progress, Stopped, Tally
 from prsgd.records import Evaluation, Record, Summary
 from prsgd.replicas.fleet import Fleet
+from prsgd.replicas.rows import trainable
 from prsgd.saving.states import write
 from prsgd.tasks.base import Data
 
@@ -106,6 +108,7 @@ class _Run:
             schedule=parts.schedule,
             averaging=parts.averaging,
             optimizer_state=parts.optimizer_state,
+            fragments=config.fragments or min(parts.fragments, len(layers_of(trainable(model)))),
             overlap=config.overlap or 0,
             clock=self._model_clock,
             on_record=self._on_record,

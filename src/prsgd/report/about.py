@@ -13,9 +13,9 @@ from prsgd.report.read import Run
 from prsgd.report.series import Group, differing
 
 _OPTIONS = (
-    "task", "model", "method", "workers", "period", "overlap", "switch", "outer_lr", "outer_momentum", "epochs",
-    "steps", "batch_size", "lr", "momentum", "weight_decay", "optimizer", "recipe", "warmup", "clip", "accumulate",
-    "split", "data", "look", "processes", "cluster", "seconds", "weights",
+    "task", "model", "method", "workers", "period", "overlap", "switch", "fragments", "outer_lr", "outer_momentum",
+    "epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "optimizer", "recipe", "warmup", "clip",
+    "accumulate", "split", "data", "look", "processes", "cluster", "seconds", "weights",
 )  # fmt: skip
 _VARIED = ("method", "period", "overlap")
 _USUAL = {

@@ -54,7 +54,7 @@ class Run:
     def label(self) -> str:
         """The method, and its period and overlap if it has them."""
         config = self.config
-        how = {key: config.get(key) for key in ("period", "seconds", "overlap")}
+        how = {key: config.get(key) for key in ("period", "seconds", "overlap", "fragments")}
         return label(str(config["method"]), **{**how, "overlap": how["overlap"] or 0})
 
     @property
@@ -175,7 +175,9 @@ _TEXTS = (
     "task", "model", "method", "split", "data", "data_sha256", "cluster", "weights", "optimizer", "recipe",
 )  # fmt: skip
 _WHOLE = {
-    **dict.fromkeys(("workers", "period", "epochs", "steps", "batch_size", "processes", "accumulate", "look"), 1),
+    **dict.fromkeys(
+        ("workers", "period", "epochs", "steps", "batch_size", "processes", "accumulate", "look", "fragments"), 1
+    ),
     **dict.fromkeys(("seed", "overlap"), 0),
 }
 """The least that each can be."""

@@ -15,8 +15,8 @@ from prsgd.report.read import Run
 
 _TELLING = (
     "model", "workers", "epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "split", "data_sha256",
-    "processes", "cluster", "weights", "switch", "outer_lr", "outer_momentum", "optimizer", "recipe", "warmup",
-    "clip", "accumulate",
+    "processes", "cluster", "weights", "switch", "fragments", "outer_lr", "outer_momentum", "optimizer", "recipe",
+    "warmup", "clip", "accumulate",
 )  # fmt: skip
 
 
