@@ -202,7 +202,7 @@ def draw(seed: int) -> Scenario:
             (w, b, "huge" if huge and place in ("parameters", "infinite") else place) for w, b, place in found.nans
         )
         found = replace(found, averaging=averaging, nans=nans)
-    if not found.transfers and not schedule.startswith("auto") and dice.random() < 0.12:
+    if not found.transfers and not schedule.startswith("auto") and not gossips and dice.random() < 0.12:
         fragments = 3 if found.model == "batchnorm" and dice.random() < 0.5 else 2
         if found.overlap * fragments <= smallest or schedule.startswith(CLAMPING):
             found = replace(found, fragments=fragments)

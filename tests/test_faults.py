@@ -257,7 +257,13 @@ def rank_fleets_differ(rank: int, what: str) -> None:
         state = other.start().state_dict()
         state["setup"] = local._parts.setup
         lane, n = state["lanes"][0], len(fleet.workers)
-        for part, name in ((lane, "paces"), (lane, "accounts"), (lane["books"], "pages"), (state, "waits")):
+        for part, name in (
+            (lane, "paces"),
+            (lane, "accounts"),
+            (lane["books"], "pages"),
+            (state, "waits"),
+            (state, "ailing"),
+        ):
             part[name] *= n
         local.load_state_dict(state)
     local.start()

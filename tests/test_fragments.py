@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import prsgd
-from prsgd.cluster.clock import ClusterClock
-from prsgd.cluster.model import Cluster
 from prsgd.core.fragments import dealt
 from tests.problems import CHANGING, batch, model
 from tests.ranks import run_ranks
@@ -129,7 +127,6 @@ ELEMENTWISE = {
     "bfloat16": prsgd.mean(wire=prsgd.half()),
     "outer": prsgd.outer(0.7, 0.9),
     "easgd": prsgd.easgd(0.3, 0.5),
-    "gossip": prsgd.gossip("ring"),
 }
 
 
@@ -153,8 +150,6 @@ def halves_of(fragments: Any, num_steps: int, schedule: prsgd.Schedule, **option
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_the_last_fragment_is_averaged_as_the_whole_model_would_be(name: str, state: str, overlap: int) -> None:
     """The halves do not know of each other, so each is a run of its own; the right one's rounds are the schedule's."""
-    if name == "gossip" and state == "average":
-        pytest.skip("gossip leaves the optimizer's state alone")
     options: Any = {"averaging": ELEMENTWISE[name], "optimizer_state": state, "overlap": overlap}
     _, whole = halves_of(1, 15, prsgd.every(4), **options)
     left, right = halves_of(["left", "right"], 15, prsgd.every(4), **options)
@@ -334,23 +329,6 @@ def test_a_models_tensors_may_be_replaced() -> None:
     assert all(bool((p == 1).all()) for p in net.parameters())
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_rounds_by_the_clock(fragments: int) -> None:
-    """Workers of speeds 2 and 1 on a modelled cluster: the first fragment ends after half of the seconds."""
-    cluster = Cluster("two", speeds=(2.0, 1.0), step_seconds=1.0, bytes_per_second=1e12)
-    fleet = prsgd.Fleet(model("mlp"), 2)
-    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
-    options: Any = {"schedule": prsgd.timed(4.0), "clock": ClusterClock(cluster), "fragments": fragments}
-    with prsgd.LocalSGD(fleet, optimizer, **options) as local:
-        for _ in range(17):
-            optimizer.zero_grad()
-            pairs = [batch(worker, local.steps[worker]) for worker in range(2)]
-            fleet.backward(cross_entropy, [x for x, _ in pairs], [y for _, y in pairs])
-            optimizer.step()
-    landed = [(r.fragment, r.step) for r in local.records if r.step < 17]
-    assert landed == ([(None, 8), (None, 16)] if fragments == 1 else [(0, 4), (1, 8), (0, 12), (1, 16)])
-
-
 def test_an_epochs_end_staggers_anew() -> None:
     fleet = prsgd.Fleet(model("mlp"), 2)
     optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
@@ -375,7 +353,9 @@ def test_a_state_of_other_fragments_is_refused() -> None:
         for fragments in (2, 1)
     )
     one.start()
-    with pytest.raises(prsgd.CheckpointError, match="the state is of a run with fragments 2, this one has 1"):
+    with pytest.raises(
+        prsgd.CheckpointError, match=r"the state is of a run with fragments '2 \(of deal \w+\)', this one has '1'"
+    ):
         other.load_state_dict(one.state_dict())
 
 
@@ -398,6 +378,11 @@ def test_a_state_of_other_fragments_is_refused() -> None:
             {"fragments": 2, "overlap": 3},
             "2 fragments travel one after the other, each for 3 steps: overlap must be at most the period 4, got 6",
         ),
+        (
+            {"fragments": 2, "schedule": prsgd.timed(1.0)},
+            "with timed(seconds=1.0) workers take different numbers of steps",
+        ),
+        ({"fragments": 2, "averaging": prsgd.gossip("ring")}, "hear their neighbours only, and 2 fragments"),
         ({"fragments": 2, "schedule": prsgd.auto()}, "weighs how far whole models drift apart, and with 2 fragments"),
     ],
 )
@@ -444,3 +429,59 @@ def spoilt_and_mended(fleet: prsgd.Fleet, optimizer: torch.optim.Optimizer, loca
         before = fleet.rows[1].clone()
         train(fleet, optimizer, local, 1)
         assert not torch.equal(fleet.rows[1], before)
+
+
+def test_a_schedule_is_asked_once_for_all_fragments() -> None:
+    """quadratic() goes by the lr: had each fragment asked for itself, all would have landed together ever after."""
+
+    def run(stop: int) -> list[tuple[int, int | None]]:
+        fleet = prsgd.Fleet(model("mlp"), 2)
+        optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+        found: list[tuple[int, int | None]] = []
+        made: list[prsgd.LocalSGD] = []
+
+        def begin() -> prsgd.LocalSGD:
+            made.append(
+                prsgd.LocalSGD(
+                    fleet,
+                    optimizer,
+                    schedule=prsgd.quadratic(0.2, 4),
+                    fragments=2,
+                    on_record=lambda r: found.append((r.step, r.fragment)),
+                )
+            )
+            return made[-1]
+
+        local = begin().start()
+        for step in range(60):
+            if step == 19:
+                optimizer.param_groups[0]["lr"] = 0.05
+            if step == stop:
+                state = local.state_dict()
+                local.abandon()
+                local = begin()
+                local.load_state_dict(state)
+                local.start()
+            train(fleet, optimizer, local, 1)
+        local.finish()
+        return found
+
+    expected = run(0)
+    steps = [step for step, _ in expected if step < 60]
+    assert [fragment for _, fragment in expected] == [0, 1] * (len(expected) // 2)
+    assert all(before < after for before, after in itertools.pairwise(steps))
+    assert steps == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 32, 40, 48, 56]  # rounds of 4, and of 16
+    for stop in (18, 19, 20, 23, 30):
+        assert run(stop) == expected
+
+
+def test_a_state_of_another_deal_is_refused() -> None:
+    def made(fragments: Any) -> prsgd.LocalSGD:
+        fleet = prsgd.Fleet(four_layers(), 2)
+        optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+        return prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(4), fragments=fragments)
+
+    one, other = made(ALTERNATE), made(["[02].*", "[46].*"])
+    one.start()
+    with pytest.raises(prsgd.CheckpointError, match="the state is of a run with fragments '2"):
+        other.load_state_dict(one.state_dict())

@@ -18,6 +18,8 @@ import torch.distributed as dist
 import prsgd
 
 HOME = Path(prsgd.__file__).parent
+COLLECTIVES = ("allreduce", "errand")
+"""What starts one: torch's, or the thread in which two processes swap small models by a message each way."""
 
 
 def rank() -> tuple[list[str], list[str], list[str], Counter[str]] | None:
@@ -30,7 +32,8 @@ def rank() -> tuple[list[str], list[str], list[str], Counter[str]] | None:
     chain: list[str] = []
 
     def watch(frame: FrameType, event: str, arg: Any) -> None:
-        if event == "c_call" and getattr(arg, "__name__", "") == "allreduce":
+        started = arg.__name__ if event == "c_call" else frame.f_code.co_name if event == "call" else ""
+        if started in COLLECTIVES and not launched:
             launched.append(len(seen))
             on_stack = [f for f in _stack(frame) if f is not None]
             chain[:] = [file for i, file in enumerate(on_stack) if i == 0 or on_stack[i - 1] != file]

@@ -18,7 +18,7 @@ from prsgd.clocks.wall import WallClock
 from prsgd.comm.base import Communicator
 from prsgd.comm.joining import current
 from prsgd.core.books import Books, Ledger
-from prsgd.core.fragments import Names, check_fragments, dealt
+from prsgd.core.fragments import Names, check_fragments, dealing, dealt
 from prsgd.core.hooks import Hooks, SkippedSteps
 from prsgd.core.lane import Lane, Run
 from prsgd.core.lanes import Lanes
@@ -109,7 +109,7 @@ def assemble(
     schedule.check(num_workers, setting.overlap)
     setting.require(averaging)
     parts = dealt(host.rows.workers[0], fragments)
-    check_fragments(len(parts), schedule, setting)
+    check_fragments(len(parts), schedule, averaging, setting)
     if limit is not None:
         team.comm.timeout_seconds = limit
     if limit is not None and (comm is None or used.is_elastic):
@@ -144,7 +144,7 @@ def assemble(
         "num_parameters": host.rows.width,
         "overlap": overlap,
         "optimizer_state": optimizer_state,
-        "fragments": len(parts),
+        "fragments": dealing(parts),
         "schedule": described(schedule),
         "averaging": described(averaging),
     }

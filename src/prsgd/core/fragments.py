@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch.nn.parameter import Parameter
 
 from prsgd._check import shown, whole_number
-from prsgd.averaging.base import Setting
+from prsgd.averaging.base import Averaging, Setting
 from prsgd.schedules.base import Schedule
 
 Names = list[str]
@@ -36,6 +37,17 @@ def dealt(named: Mapping[str, Parameter], fragments: int | Sequence[str | Sequen
         found = _by_size(named, whole_number("fragments", fragments, at_least=1))
     order = {name: place for place, name in enumerate(named)}
     return sorted((sorted(names, key=order.__getitem__) for names in found), key=lambda names: order[names[0]])
+
+
+def dealing(fragments: Sequence[Names]) -> str:
+    """In a few words, which are others if anything is dealt otherwise.
+
+    >>> dealing([["0.weight", "0.bias"]]), dealing([["0.weight"], ["0.bias"]])
+    ('1', '2 (of deal 2ab8a4d5)')
+    """
+    if len(fragments) == 1:
+        return "1"
+    return f"{len(fragments)} (of deal {zlib.crc32(repr([list(names) for names in fragments]).encode()):08x})"
 
 
 def layers_of(names: Iterable[str]) -> dict[str, Names]:
@@ -92,12 +104,22 @@ def _by_patterns(named: Mapping[str, Parameter], fragments: Sequence[str | Seque
     return found
 
 
-def check_fragments(count: int, schedule: Schedule, setting: Setting) -> None:
+def check_fragments(count: int, schedule: Schedule, averaging: Averaging, setting: Setting) -> None:
     """Raise a ValueError that says why so many do not go with the other parts."""
     if count == 1:
         return
     if setting.elastic:
         raise ValueError(f"where workers come and go all of a model is averaged at once, got {count} fragments")
+    if setting.by_clock or setting.shares_speed:
+        raise ValueError(
+            f"with {schedule!r} workers take different numbers of steps, by the clock, and {count} fragments go by "
+            "steps, one after the other: use a schedule such as every(8) or per_worker()"
+        )
+    if averaging.hears_neighbours_only:
+        raise ValueError(
+            f"with {averaging!r} workers hear their neighbours only, and {count} fragments need averages of all, one "
+            "after the other: use an averaging such as mean()"
+        )
     if setting.learns:
         raise ValueError(
             f"{schedule!r} weighs how far whole models drift apart, and with {count} fragments no average "

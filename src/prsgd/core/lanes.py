@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from prsgd.averaging.base import Landing
 from prsgd.core.lane import Lane
 from prsgd.core.roll import Roll
+from prsgd.schedules.base import Now, Round
 
 
 class Lanes:
@@ -22,9 +24,11 @@ class Lanes:
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._lanes = lanes
+        self._answers: dict[tuple[int, int], Round] = {}
         if len(lanes) > 1:
             for k, lane in enumerate(lanes):
                 lane.loop.index, lane.loop.fragments = k, len(lanes)
+                lane.loop.ask = partial(self._ask, lane.loop.ask)
                 lane.loop.may_close, lane.loop.clear = partial(self._may_close, lane), partial(self._clear, lane)
             self._place()
 
@@ -36,9 +40,14 @@ class Lanes:
         return self._lanes[0]
 
     @property
-    def is_under_way(self) -> bool:
-        """Is an average?"""
-        return any(lane.loop.average is not None for lane in self._lanes)
+    def under_way(self) -> int:
+        """How many averages were launched and have not landed."""
+        return sum(lane.loop.average is not None for lane in self._lanes)
+
+    @property
+    def is_ending(self) -> bool:
+        """Had some workers run out of data, and others not, at the newest average?"""
+        return any(lane.is_ending for lane in self._lanes)
 
     def advance(self) -> None:
         """At a step boundary: see ``Loop.advance``."""
@@ -47,6 +56,8 @@ class Lanes:
 
     def look(self) -> list[tuple[Lane, Landing]]:
         """The exact mean of all workers' models, lane by lane."""
+        for lane in self._lanes if len(self._lanes) > 1 else ():
+            lane.loop.arrive()
         return [(lane, lane.loop.look()) for lane in self._in_turn()]
 
     def end(self) -> None:
@@ -78,6 +89,7 @@ class Lanes:
     def reopen(self) -> None:
         """All workers have data again, and open the same round next."""
         self._place()
+        self._answers.clear()
         rounds = max(lane.books.round for lane in self._lanes)
         for lane in self._lanes:
             lane.loop.reopen(rounds)
@@ -89,6 +101,13 @@ class Lanes:
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [lane.state_dict() for lane in self._lanes]
+
+    def rounds(self) -> list[list[Any]]:
+        """What the schedule has answered lately: worker, round, and what that is."""
+        return [[*key, asdict(round)] for key, round in self._answers.items()]
+
+    def load_rounds(self, rounds: Sequence[Sequence[Any]]) -> None:
+        self._answers = {(int(worker), int(number)): Round(**round) for worker, number, round in rounds}
 
     def check_state(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Raise an error unless ``load_state_dict`` can take them."""
@@ -103,6 +122,7 @@ class Lanes:
         """Go on where other workers were."""
         for lane, state in zip(self._lanes, states, strict=True):
             lane.inherit(state)
+        self._place()
 
     def _in_turn(self) -> list[Lane]:
         """From the next one to launch on."""
@@ -112,6 +132,14 @@ class Lanes:
         """All lanes open a round at the same step: they end theirs in the order in which they are to launch."""
         for place, lane in enumerate(self._in_turn(), 1):
             lane.loop.place = place
+
+    def _ask(self, schedule: Callable[[Now], Round], now: Now) -> Round:
+        """All lanes' rounds of one number are parts of one round of the schedule, which is asked for it once."""
+        key = now.worker, now.round
+        if key not in self._answers:
+            self._answers[key] = schedule(now)
+            self._answers.pop((now.worker, now.round - 3), None)
+        return self._answers[key]
 
     def _may_close(self, lane: Lane, i: int) -> bool:
         """Is this lane the next whose round the hosted worker at place ``i`` closes?"""

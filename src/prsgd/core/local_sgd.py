@@ -108,14 +108,14 @@ class LocalSGD:
     def launched(self) -> int:
         """Averages launched here. Where it first reaches a number, all workers are between the same two averages,
         which is where their states fit together: save by it, and not by ``step``, unless all take the same steps."""
-        return self.round + self._lanes.is_under_way
+        return self.round + self._lanes.under_way
 
     @property
     def is_ending(self) -> bool:
         """Have some workers run out of data, and answer the averages of the others from inside ``epoch()`` or
         ``finish()``, where they save no state? What others save then fits to nothing. (Waits for an average that is
         under way; with neighbours only it is not known.)"""
-        return self._lanes.first.is_ending
+        return self._lanes.is_ending
 
     @property
     def records(self) -> list[Record]:
@@ -263,6 +263,7 @@ class LocalSGD:
         return {
             "setup": self._parts.setup,
             "lanes": self._lanes.state_dict(),
+            "rounds": self._lanes.rounds(),
             "waits": list(self._roll.waits),
             "ailing": [sorted(fragments) for fragments in self._roll.ailing],
             "clock": self._clock.state_dict(),
@@ -282,6 +283,7 @@ class LocalSGD:
             self._hooks.check_state(state["noise"])
             self._clock.load_state_dict(state["clock"])  # which the workers' rounds are measured by
             self._lanes.load_state_dict(state["lanes"])
+            self._lanes.load_rounds(state["rounds"])
             self._hooks.load_state_dict(state["noise"])
             self._roll.waits = [bool(state["waits"][i]) for i in range(len(self._roll.ids))]
             self._roll.ailing = [set(map(int, state["ailing"][i])) for i in range(len(self._roll.ids))]

@@ -25,7 +25,7 @@ from prsgd.core.average import Average, Averages
 from prsgd.core.meeting import Meeting
 from prsgd.core.pace import Pace
 from prsgd.core.roll import Account
-from prsgd.schedules.base import Now, Schedule
+from prsgd.schedules.base import Now, Round, Schedule
 
 
 class Loop:
@@ -41,7 +41,9 @@ class Loop:
         lr: Callable[[], float],
         set_lr: Callable[[float], None],
     ) -> None:
-        self._schedule, self._averages, self._clock = schedule, averages, clock
+        self._averages, self._clock = averages, clock
+        self.ask: Callable[[Now], Round] = schedule.open
+        """How long a round is to be."""
         self._check, self._lr, self._set_lr = check, lr, set_lr
         self._roll, self._books = averages.roll, averages.books
         self.paces: Sequence[Pace] = averages.paces
@@ -126,7 +128,7 @@ class Loop:
             last=self._books.last,
             learned=self._averages.learned,
         )
-        given, overlap = self._schedule.open(now), pace.overlap
+        given, overlap = self.ask(now), pace.overlap
         round = pace.staggered(given, self.place, self.fragments)
         most = None if given.steps is None else max(1, given.steps // self.fragments)  # one is under way at a time
         if self._averages.hiding is not None:

@@ -207,7 +207,7 @@ class Config:
         parts.schedule.check(self.workers, setting.overlap)
         if parts.optimizer_state == "average" and self.overlap not in (0, 1):
             raise ValueError(f"overlap must be 0 or 1 with method {self.method}, got {self.overlap!r}")
-        check_fragments(parts.fragments, parts.schedule, setting)
+        check_fragments(parts.fragments, parts.schedule, parts.averaging, setting)
         try:
             setting.require(parts.averaging)
         except ValueError as error:

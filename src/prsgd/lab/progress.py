@@ -69,10 +69,11 @@ class Tally:
         """Count one more average."""
         self.totals["rounds"] += 1
         self.totals["bytes_sent"] += record.bytes_sent
-        self.totals["samples"] += record.samples
-        if record.drift is not None:
+        if not record.fragment:  # the others' samples are of the same steps
+            self.totals["samples"] += record.samples
+        if record.drift is not None:  # a model's squared distance is the sum of its fragments'
             self.totals["drift"] += record.drift
-            self.totals["drifts"] += 1
+            self.totals["drifts"] += not record.fragment
 
     def see(self, evaluation: Evaluation) -> None:
         """Take down one more evaluation."""
