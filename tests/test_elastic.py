@@ -260,7 +260,8 @@ def test_a_look_of_a_worker_that_was_left_out_shows_the_average_with_which_it_co
         assert torch.equal(looks[0], looks[2])
         ended = crew.end([0, 1, 2])
         same(ended)
-        assert ended[0].members[5:7] == [(0, 2), (0, 1, 2)]
+        assert ended[0].members[5] == (0, 2)
+        assert (0, 1, 2) in ended[0].members[6:]  # the next one, or one later: it may have seen the one under way
 
 
 @pytest.mark.parametrize(("options", "steps"), [({}, 4), ({"overlap": 2}, 3), ({"overlap": 2}, 2)])
