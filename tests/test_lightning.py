@@ -56,7 +56,8 @@ def test_the_trainer_is_the_loop_by_hand(ranks: Kept, settings: dict[str, Any]) 
 def test_an_overlap_that_chooses_itself(ranks: Kept) -> None:
     results = ranks.run("tests.lightning_runs:both", {"overlap": "auto", "period": 6})
     (first, _), (second, _) = results
-    assert first["steps"] == second["steps"] == [6, 12, 18, 21]
+    assert first["steps"] == second["steps"]
+    assert sorted(set(first["steps"])) == [6, 12, 18, 21]  # the last one lands in its step, or blocks after it as well
     assert all(torch.equal(value, second["model"][name]) for name, value in first["model"].items())
 
 

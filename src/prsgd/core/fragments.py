@@ -43,7 +43,7 @@ def dealing(fragments: Sequence[Names]) -> str:
     """In a few words, which are others if anything is dealt otherwise.
 
     >>> dealing([["0.weight", "0.bias"]]), dealing([["0.weight"], ["0.bias"]])
-    ('1', '2 (of deal 2ab8a4d5)')
+    ('1', '2 (of deal 344ad5af)')
     """
     if len(fragments) == 1:
         return "1"

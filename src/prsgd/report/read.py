@@ -218,7 +218,7 @@ def _can_be(key: str, value: Any) -> bool:
 def _by_samples(averages: list[Record], config: dict[str, Any]) -> list[Record]:
     """Where workers take different numbers of steps, a record's step is one worker's: here it becomes their mean."""
     per_step = config["workers"] * (config.get("batch_size") or 0)
-    total = sum(average.samples for average in averages)
+    total = sum(average.samples for average in averages if not average.fragment)  # the others' are of the same steps
     if not per_step or not total or abs(total / per_step - averages[-1].step) <= 0.02 * averages[-1].step:
         return averages
     steps = itertools.accumulate(average.samples for average in averages)
