@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,11 +71,19 @@ class Run:
 
     def __init__(self, folder: Path, workers: int) -> None:
         self.folder, self.workers = folder, workers
+        self._said: list[list[dict[str, Any]]] = [[] for _ in range(workers)]
+        self._read_bytes = [0] * workers
 
     def said(self, worker: int) -> list[dict[str, Any]]:
+        """All words of a worker; only what is new is read, since a long run has many and is asked often."""
         path = self.folder / f"said-{worker}.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read_bytes[worker])
+                whole, _, _ = file.read().rpartition(b"\n")
+            self._read_bytes[worker] += len(whole) + 1 if whole else 0
+            self._said[worker] += [json.loads(line) for line in whole.splitlines() if line.endswith(b"}")]
+        return self._said[worker]
 
     def newest(self) -> list[dict[str, Any]]:
         """The last word of each worker."""
@@ -85,10 +93,11 @@ class Run:
         """When these had all landed an average after ``moment``; None: they have not yet."""
         found = []
         for worker in workers:
-            later = [word["at"] for word in self.said(worker) if word["at"] > moment and "starts" not in word]
-            if not later:
+            later = list(takewhile(lambda word: word["at"] > moment, reversed(self.said(worker))))
+            landed = [word["at"] for word in later if "starts" not in word]
+            if not landed:
                 return None
-            found.append(later[0])
+            found.append(landed[-1])
         return float(max(found))
 
     def begin(self) -> None:
