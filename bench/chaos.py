@@ -362,6 +362,7 @@ def main() -> None:
     parser.add_argument("--elastic", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # torchrun is there
     chance = random.Random(args.seed)
     loopback, wire = Link.parse("loopback"), Link.parse("1Gbit")
     if args.elastic:
