@@ -16,22 +16,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from prsgd.bench.links import Link, NoLinkError, Place, made
 from prsgd.comm.job import Job, elastic_environment
@@ -215,8 +217,10 @@ class Crew(Run):
         command = [*places[0].command, "torchft_lighthouse", "--bind", self._address, *options]
         self._words = (folder / "words").open("a")
         self._lighthouse_command = command
+        self.processes: dict[int, Started] = {}
         self.light()
-        self.processes = {worker: self._start(worker) for worker in range(len(places))}
+        for worker in range(len(places)):
+            self.processes[worker] = self._start(worker)
 
     def light(self) -> None:
         """Start the lighthouse, at the place where it always is."""
@@ -242,11 +246,53 @@ class Crew(Run):
             gaps += [after - before for before, after in pairwise(times) if after > moment]
         return max(gaps)
 
-    def _start(self, worker: int) -> subprocess.Popen[bytes]:
+    def _start(self, worker: int) -> Started:
         place = self.places[worker]
-        own = elastic_environment(worker, self.workers, self._address)
-        command = [*place.command, sys.executable, str(WORKER), str(self.folder), "torchft"]
-        return subprocess.Popen(command, env={**_at(place), **own}, stdout=self._words, stderr=self._words)
+        env = {**_at(place), **elastic_environment(worker, self.workers, self._address)}
+        arguments = [str(WORKER), str(self.folder), "torchft"]
+        if not place.command:
+            return Forked(arguments, env, self._words.name)
+        command = [*place.command, sys.executable, *arguments]
+        return subprocess.Popen(command, env=env, stdout=self._words, stderr=self._words)
+
+
+class Started(Protocol):
+    """A worker's process."""
+
+    pid: int
+
+    def kill(self) -> None: ...
+    def wait(self) -> int | None: ...
+
+
+class Forked:
+    """A Python program in a process that is forked from one which has imported torch: a start takes seconds of all
+    cores otherwise, which 200 kills would mostly be made of."""
+
+    context = multiprocessing.get_context("forkserver")
+
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], words: str) -> None:
+        self.context.set_forkserver_preload(["torch._dynamo", "torchft", "prsgd.comm.torch_ft", "prsgd.core.local_sgd"])
+        self._process = self.context.Process(target=_be, args=(arguments, env, words))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+def _be(arguments: Sequence[str], env: Mapping[str, str], words: str) -> None:
+    """What a forked process does."""
+    file = os.open(words, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(env)
+    sys.argv = list(arguments)
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 def harms(
@@ -298,16 +344,16 @@ def _killed(crew: Crew, victims: list[int]) -> bool:
 
 def _stopped(crew: Crew, victims: list[int]) -> bool:
     for victim in victims:
-        crew.processes[victim].send_signal(signal.SIGSTOP)
+        os.kill(crew.processes[victim].pid, signal.SIGSTOP)
     time.sleep(5.0)
     for victim in victims:
-        crew.processes[victim].send_signal(signal.SIGCONT)
+        os.kill(crew.processes[victim].pid, signal.SIGCONT)
     return False
 
 
 def _stopped_for_ever(crew: Crew, victims: list[int]) -> bool:
     for victim in victims:
-        crew.processes[victim].send_signal(signal.SIGSTOP)
+        os.kill(crew.processes[victim].pid, signal.SIGSTOP)
     time.sleep(5.0)
     return True
 
