@@ -17,7 +17,7 @@ def add(parser: Parser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(_: argparse.Namespace) -> int:
     from prsgd.preflight.finding import is_wrong, table
     from prsgd.preflight.job import Meeting, alone
 

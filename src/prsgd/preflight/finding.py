@@ -14,7 +14,7 @@ _ABOUT = 10
 
 @dataclass(frozen=True)
 class Finding:
-    """``level``: "ok"; "note", which only matters to some; "warning"; "error", with which nothing will come of a run."""
+    """``level``: "ok"; "note", which only matters to some; "warning"; "error", with which a run fails."""
 
     level: Literal["ok", "note", "warning", "error"]
     about: str

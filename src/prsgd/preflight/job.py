@@ -10,6 +10,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
@@ -118,11 +119,15 @@ class Meeting:
         return found if is_wrong(found) else [*found, *self._connected()]
 
     def part(self) -> None:
-        """Nobody leaves before rank 0 has said what it has to say: torchrun ends all as soon as one fails."""
+        """Nobody leaves before rank 0 has said what it has to say, since torchrun ends all as soon as one fails; and
+        rank 0, which may serve the store, not before the others."""
         if self._job.rank == 0:
             self._store.set("doctor/said", "yes")
+            with suppress(RuntimeError, dist.DistError):  # one has ended some other way
+                self._store.wait([f"doctor/left/{rank}" for rank in range(1, self._job.size)])
         else:
-            self._store.get("doctor/said")
+            self._store.wait(["doctor/said"])
+            self._store.set(f"doctor/left/{self._job.rank}", "yes")
 
     def _told_by(self, rank: int) -> Told:
         try:

@@ -107,9 +107,9 @@ def _addresses() -> dict[str, str]:
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()
-            address = ipaddress.IPv6Address(int(digits, 16))
-            if not address.is_link_local:
-                found.setdefault(name, str(address))
+            wide = ipaddress.IPv6Address(int(digits, 16))
+            if not wide.is_link_local:
+                found.setdefault(name, str(wide))
     return found
 
 
