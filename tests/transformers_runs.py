@@ -231,7 +231,7 @@ def refused(rank: int, folder: str, kind: str) -> str:
     elif kind == "trained":
         trainer.train()
     elif kind == "compiled":
-        trainer.model = torch.compile(trainer.model)  # type: ignore[assignment]  # it is one
+        trainer.model = torch.compile(trainer.model)
     elif kind == "tokens":
         trainer.args.include_num_input_tokens_seen = "all"
     elif kind == "lengths":
