@@ -95,6 +95,8 @@ def wrong(rank: int, kind: str) -> tuple[list[tuple[str, str]], str]:
     loader: Any = None
     if kind.startswith("ddp"):
         wrapped = DistributedDataParallel(model)
+        if kind == "ddp, dropped":
+            del wrapped
     elif kind == "same":
         loader = DataLoader(list(range(40)), batch_size=4, shuffle=True)  # type: ignore[arg-type]  # a list will do
     elif kind == "scheduler":

@@ -48,6 +48,7 @@ def test_looking_changes_nothing_and_a_right_setup_is_fine(ranks: Kept, kind: st
     [
         ("ddp", [("warning", "model"), FINE[1]], "is in a DistributedDataParallel too"),
         ("ddp, quiet", FINE, "no DistributedDataParallel"),
+        ("ddp, dropped", FINE, "no DistributedDataParallel"),
         ("sync", [("warning", "model"), FINE[1]], "SyncBatchNorm '1' waits for the other workers"),
         ("same", [FINE[0], ("warning", "batches"), FINE[1]], "all workers begin with the same ones"),
         ("scheduler", [FINE[0], ("ok", "batches"), ("note", "epochs"), FINE[1]], "with local.epoch():"),

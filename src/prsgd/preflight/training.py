@@ -65,9 +65,9 @@ def doctor(local: LocalSGD, loader: Iterable[Any] | None = None) -> list[Finding
     try:
         digest, batches = (_NONE, -1) if loader is None else (_first_batches(loader), _length(loader))
     except Exception:
-        _exchange(local.comm, _NONE, _FAILED)  # for which the others wait
+        _exchange(local, _NONE, _FAILED)  # for which the others wait
         raise
-    told = _exchange(local.comm, digest, batches)
+    told = _exchange(local, digest, batches)
     failed = [worker for worker, one in zip(local.comm.members, told) if one[1] == _FAILED]
     if failed:
         raise PeerError(f"worker {failed[0]} could not read its loader, and says there why")
@@ -86,16 +86,14 @@ _Told = tuple[bytes, int, Versions]
 """A worker's first batches as a digest, how many it has in an epoch (-1: not known), and its versions."""
 
 
-def _exchange(comm: Communicator, digest: bytes, batches: int) -> list[_Told]:
+def _exchange(local: LocalSGD, digest: bytes, batches: int) -> list[_Told]:
     """What each worker tells, as bytes: of a fixed number, since sizes that differ would end a process inside gloo."""
     ours = versions()
     texts = [text.encode()[:_VERSION_BYTES].ljust(_VERSION_BYTES) for text in (ours.prsgd, ours.torch, ours.python)]
     mine = torch.frombuffer(
         bytearray(b"".join([digest, batches.to_bytes(8, "big", signed=True), *texts])), dtype=torch.uint8
     )
-    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    rows = comm.all_gather(mine[None].to(device)).wait().cpu()
+    rows = local.comm.all_gather(mine[None].to(local.host.rows.device)).wait().cpu()
     return [_read(bytes(row.tolist())) for row in rows]
 
 
@@ -107,6 +105,7 @@ def _read(told: bytes) -> _Told:
 def _wrappers(model: nn.Module, comm: Communicator) -> Iterator[Finding]:
     """A DistributedDataParallel around a model whose module was given to LocalSGD is known to the interpreter alone."""
     own = {id(p) for p in model.parameters()}
+    gc.collect()  # one that was dropped refers to itself, and would be seen
     for wrapper in [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]:
         shares = any(id(p) in own for p in wrapper.parameters())
         if shares and wrapper.require_backward_grad_sync and _others(wrapper.process_group, comm):
