@@ -12,6 +12,7 @@ from accelerate.local_sgd import LocalSGD as TheirLocalSGD
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import prsgd
@@ -88,13 +89,16 @@ def said(rank: int, kind: str) -> str:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
     steps: Any = 4
     try:
+        if kind == "fsdp, prepared":
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        if kind == "compiled DDP":
+            model = torch.compile(nn.parallel.DistributedDataParallel(model))
         if kind == "unprepared":
             accelerator.free_memory()
         else:
             model, optimizer = accelerator.prepare(model, optimizer)
         if kind == "fsdp":
-            from torch.distributed.fsdp import FullyShardedDataParallel
-
             model = nn.Sequential(FullyShardedDataParallel(model.module, device_id=torch.device("cpu")))
         steps = {"steps": 0, "schedule": "often"}.get(kind, 4)
         with LocalSGD(accelerator, model, steps, enabled=kind != "disabled") as local_sgd:

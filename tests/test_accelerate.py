@@ -58,6 +58,8 @@ def test_a_look_shows_the_average(ranks: Kept) -> None:
     [
         ("unprepared", "ValueError: model must have an optimizer: give both to accelerator.prepare() first"),
         ("fsdp", "ValueError: model has its '0' in FullyShardedDataParallel"),
+        ("fsdp, prepared", "ValueError: model has its 'module' in FullyShardedDataParallel"),
+        ("compiled DDP", "ValueError: model must not have its '_orig_mod' in DistributedDataParallel"),
         ("steps", "ValueError: period must be a whole number >= 1, got 0"),
         ("schedule", "ValueError: schedule must be a schedule such as every(8), got 'often'"),
         ("disabled", "enabled False, local NoneType"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -68,3 +69,29 @@ def test_a_version_out_of_range_is_one_line(at_least: str, below: str, said: str
     with pytest.raises(ImportError, match=re.escape(said)) as caught:
         require("torch", at_least=at_least, below=below)
     assert "\n" not in str(caught.value)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
+
+
+def test_slurms_script_is_one_and_what_it_starts_trains(tmp_path: Path) -> None:
+    """SLURM is not here; bash reads the script, and torchrun starts the page's program."""
+    (batch,), (program,) = blocks("slurm.md", "bash"), blocks("slurm.md", "python")
+    subprocess.run(["bash", "-n"], input=batch, text=True, check=True, timeout=60)
+    path = tmp_path / "train.py"
+    path.write_text(program.replace("STEPS = 4000", "STEPS = 800"))
+    result = ranks.torchrun(
+        "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
+        str(path), str(tmp_path / "states"), cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0] == "2 workers, from step 0 on"
+    assert result.stdout.splitlines()[-1].endswith("after 800 steps")
+    assert "round-00000100" in {folder.name for folder in (tmp_path / "states").iterdir()}
+
+
+def test_rays_script_is_one() -> None:
+    """Ray is not installed for the tests: the page tells what was run."""
+    (program,) = blocks("ray.md", "python")
+    compile(program, "ray.md", "exec")

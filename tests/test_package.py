@@ -44,6 +44,7 @@ LAYERS = [
     "replicas",
     "core",
     "saving",
+    "preflight",
     "cluster",
     "data tasks",
     "lab",

@@ -106,6 +106,8 @@ def test_steps_that_a_worker_skips(ranks: Kept, tmp_path: Path) -> None:
         ("twice", "UsageError: local_sgd(trainer) was called before"),
         ("ddp", "ValueError: model must not be in DistributedDataParallel"),
         ("fsdp", "ValueError: model is in FullyShardedDataParallel"),
+        ("trained", "UsageError: local_sgd(trainer) comes before the first trainer.train()"),
+        ("compiled", "ValueError: trainer must have the model as it is, not torch.compile(model)"),
         ("tokens", "ValueError: include_num_input_tokens_seen must be 'no'"),
         ("lengths", "ValueError: the workers' loaders must have as many batches each, they have [8, 7]"),
         ("schedule", "ValueError: schedule must be a schedule such as every(8), got 8"),

@@ -228,6 +228,10 @@ def refused(rank: int, folder: str, kind: str) -> str:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         trainer.model_wrapped = FullyShardedDataParallel(trainer.model, device_id=torch.device("cpu"))
+    elif kind == "trained":
+        trainer.train()
+    elif kind == "compiled":
+        trainer.model = torch.compile(trainer.model)
     elif kind == "tokens":
         trainer.args.include_num_input_tokens_seen = "all"
     elif kind == "lengths":

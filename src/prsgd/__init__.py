@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         PrsgdError,
         UsageError,
     )
+    from prsgd.preflight.training import doctor
     from prsgd.records import Record
     from prsgd.replicas.fleet import Fleet
     from prsgd.saving.checkpoints import load, save
@@ -79,6 +80,7 @@ _HOME = {
     "Wire": "averaging.wires.base",
     "Work": "comm.base",
     "auto": "schedules.auto",
+    "doctor": "preflight.training",
     "easgd": "averaging.easgd",
     "epoch": "core.several",
     "every": "schedules.fixed",
@@ -135,6 +137,7 @@ __all__ = [
     "Wire",
     "Work",
     "auto",
+    "doctor",
     "easgd",
     "epoch",
     "every",

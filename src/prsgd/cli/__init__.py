@@ -19,6 +19,7 @@ COMMANDS = {
     "report": "one HTML page with every figure, of runs that are there",
     "timeline": "what every worker did when: the paper's Figures 1 and 2, from a run's trace",
     "methods": "the table of methods: what each does, its parts, where it comes from",
+    "doctor": "look at this machine, and under torchrun at the job, before training",
     "plan": "how often to average: what the theory guarantees, what it costs",
     "probe": "the constants that a plan needs, estimated along a short run",
     "calibrate": "measure a real group of processes, as a cluster to model",

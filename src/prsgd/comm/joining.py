@@ -44,21 +44,30 @@ def init(*, backend: str | None = None, timeout_seconds: float = 600.0) -> Commu
     """
     ours = job.find()
     if dist.is_available() and not dist.is_initialized() and ours is not None:
-        if ours.on_one_machine:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo reads it when it opens its sockets
-        if backend is None:
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if backend == "nccl":
-            torch.cuda.set_device(ours.local_rank)
         limit = timedelta(seconds=timeout_seconds)
-        dist.init_process_group(
-            backend,
-            store=_fresh(_store(ours, timeout=limit), ours),
-            rank=ours.rank,
-            world_size=ours.size,
-            timeout=limit,
-        )
+        join(ours, store_of(ours, timeout=limit), backend=backend, timeout=limit)
     return current(timeout_seconds=timeout_seconds)
+
+
+def join(ours: job.Job, store: Store, *, backend: str | None, timeout: timedelta) -> None:
+    """Make torch's process group of the job whose processes meet in ``store``."""
+    stay_inside(ours)
+    if backend is None:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(ours.local_rank)
+    dist.init_process_group(backend, store=store, rank=ours.rank, world_size=ours.size, timeout=timeout)
+
+
+def stay_inside(ours: job.Job) -> None:
+    """Let gloo listen on loopback alone, if all processes are on this machine and it was not told otherwise."""
+    if ours.on_one_machine:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo reads it when it opens its sockets
+
+
+def store_of(ours: job.Job, *, timeout: timedelta) -> Store:
+    """Where the job's processes meet."""
+    return _fresh(_store(ours, timeout=timeout), ours)
 
 
 def _store(ours: job.Job, *, timeout: timedelta) -> TCPStore:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,18 @@ class _Socket(NamedTuple):
 def listening() -> set[str]:
     """The endpoints on which this process listens; none where there is no /proc."""
     return {s.local for s in _sockets() if s.state == _LISTENS}
+
+
+def readable(endpoint: str) -> tuple[str, int]:
+    """Address and port of an endpoint.
+
+    >>> readable("0100007F:1F90"), readable("00000000000000000000000001000000:1F90")
+    (('127.0.0.1', 8080), ('::1', 8080))
+    """
+    address, port = endpoint.split(":")
+    words = [int(address[place : place + 8], 16) for place in range(0, len(address), 8)]
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), int(port, 16)
 
 
 def established(endpoints: Collection[str]) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import prsgd
 from prsgd.averaging.base import Averaging
 from prsgd.averaging.wires.base import Wire
 from prsgd.clocks.trace import Trace
@@ -303,7 +304,7 @@ class LocalSGD:
 
     def _enter(self) -> None:
         """Alg. 1 line 1: x_i^0 = y-bar."""
-        words = [*self._parts.words, f"{self._comm.num_workers} workers"]
+        words = [f"prsgd {prsgd.__version__}", *self._parts.words, f"{self._comm.num_workers} workers"]
         entries = alike(self._host, self._lanes, words)
         self._newcomers = Newcomers(entries, self._host, self._lanes, self._hooks)
         told = self._comm.join(self._host.rows.device, self.launched)

@@ -82,14 +82,8 @@ def _check_team(team: Team, comm: Communicator) -> None:
 
 def _check_wrappers(model: nn.Module, comm: Communicator) -> None:
     """Raise a ValueError if the model, or a part of it, is in a wrapper that does not go with local steps."""
-    # A model can only be in that wrapper if its module was imported, which takes more than a second.
-    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    refuse_flat(model)
     for name, module in model.named_modules():
-        if isinstance(module, sharded):
-            raise ValueError(
-                f"model {f'has its {name!r}' if name else 'is'} in FullyShardedDataParallel, whose flat parameters "
-                f"cannot be averaged: use FSDP2, {REMEDY}"
-            )
         if isinstance(module, DistributedDataParallel) and comm.ranks:
             others = set(dist.get_process_group_ranks(module.process_group)) & set(comm.ranks) - {dist.get_rank()}
             if others:
@@ -98,6 +92,18 @@ def _check_wrappers(model: nn.Module, comm: Communicator) -> None:
                     f"every step's gradients to other workers (ranks {sorted(others)}): pass the module without it, "
                     f"{'.'.join(filter(None, ('model', name, 'module')))}"
                 )
+
+
+def refuse_flat(model: nn.Module) -> None:
+    """Raise a ValueError if the model, or a part of it, is in FSDP1."""
+    # A model can only be in that wrapper if its module was imported, which takes more than a second.
+    flat = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    name = next((name for name, module in model.named_modules() if isinstance(module, flat)), None)
+    if name is not None:
+        raise ValueError(
+            f"model {f'has its {name!r}' if name else 'is'} in FullyShardedDataParallel, whose flat parameters "
+            f"cannot be averaged: use FSDP2, {REMEDY}"
+        )
 
 
 def alike(host: Host, lanes: Lanes, words: Sequence[str]) -> list[str]:

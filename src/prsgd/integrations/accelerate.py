@@ -24,7 +24,7 @@ from prsgd.averaging.base import Averaging
 from prsgd.averaging.wires.base import Wire
 from prsgd.comm.joining import current
 from prsgd.core import local_sgd as core
-from prsgd.core.start import host_of
+from prsgd.core.start import host_of, refuse_flat
 from prsgd.integrations import require, require_schedule
 from prsgd.records import Record
 from prsgd.replicas.optimizers import unwrapped
@@ -74,8 +74,9 @@ class LocalSGD:
         self._entered = ExitStack()
         if not self.enabled:
             return
+        refuse_flat(model)  # which accelerate would unwrap
         inner = accelerator.unwrap_model(model)
-        host_of(inner, current())  # in FSDP, or in a DDP of the user's?
+        host_of(inner, current())  # in a DDP of the user's?
         owned = {id(p) for p in inner.parameters()}
         optimizers = [
             optimizer

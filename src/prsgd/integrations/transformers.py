@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from prsgd.averaging.base import Averaging
 from prsgd.averaging.wires.base import Wire
@@ -93,12 +94,22 @@ def _check(trainer: Trainer) -> None:
         if used:
             raise ValueError(f"trainer must not use {name}, which shards the model: sharded models are not averaged")
     args = trainer.args
+    if isinstance(trainer.model, torch._dynamo.OptimizedModule) and args.remove_unused_columns:
+        raise ValueError(
+            "trainer must have the model as it is, not torch.compile(model), whose inputs the Trainer cannot tell: use "
+            "TrainingArguments(torch_compile=True)"
+        )
     if args.n_gpu > 1:
         raise ValueError("trainer must have one GPU in each process, not DataParallel: start it by torchrun")
     if args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size must be False: each worker would find another, and begin anew alone")
     if args.include_num_input_tokens_seen not in ("no", False):
         raise ValueError("include_num_input_tokens_seen must be 'no': it would wait for all workers in every step")
+    if isinstance(trainer.model_wrapped, DistributedDataParallel) and trainer.model_wrapped is not trainer.model:
+        raise UsageError(
+            "local_sgd(trainer) comes before the first trainer.train(), which has put the model into "
+            "DistributedDataParallel: make a new Trainer"
+        )
     host_of(trainer.model_wrapped, current())  # in DDP or FSDP already?
 
 

@@ -1,57 +1,35 @@
-"""PyTorch Lightning 2.6: ``LocalSGDStrategy`` for its Trainer, ``FabricStrategy`` for Fabric.
-
-    from prsgd.integrations.lightning import LocalSGDStrategy
-
-    trainer = Trainer(devices=2, strategy=LocalSGDStrategy(schedule=prsgd.every(8), overlap=1))
-    trainer.fit(model, loader)
-
-What differs from ``strategy="ddp"`` is told in docs/integrations/lightning.md.
-"""
+"""``LocalSGDStrategy``: the Trainer's loop, with an average now and then."""
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from prsgd.averaging.base import Averaging
 from prsgd.averaging.wires.base import Wire
 from prsgd.core.local_sgd import LocalSGD
-from prsgd.integrations import keeps_step, require, require_schedule, told
+from prsgd.integrations import keeps_step, require_schedule, told
+from prsgd.integrations.lightning.average import ShowsAverage
 from prsgd.records import Record
-from prsgd.saving.random_numbers import random_state, restore_random_state
+from prsgd.saving.random_numbers import restore_random_state
 from prsgd.schedules.base import Schedule
-
-require("lightning", at_least="2.6", below="2.7")
-
-# The check comes first: what follows fails with an older version, in words that do not say why.
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.overrides.distributed import _sync_module_states
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-
-__all__ = ["FabricStrategy", "LocalSGDStrategy"]
 
 _TIMEOUT = timedelta(seconds=1800)
 """Lightning's own, for its collectives."""
-_KEY = "prsgd"
-"""Of what is ours in a checkpoint."""
 
 
-class LocalSGDStrategy(DDPStrategy):
+class LocalSGDStrategy(ShowsAverage):
     """Local SGD under Lightning's Trainer: every process trains its own model and averages it now and then.
 
         Trainer(devices=2, strategy=LocalSGDStrategy(schedule=prsgd.every(8), overlap=1))
@@ -99,25 +77,13 @@ class LocalSGDStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self.local: LocalSGD | None = None
-        """The run of the newest ``fit``; ``local.records`` has one entry for each average."""
         self._settings: dict[str, Any] = {
             "schedule": schedule, "averaging": averaging, "overlap": overlap, "optimizer_state": optimizer_state,
             "timeout_seconds": timeout_seconds, "done_timeout_seconds": done_timeout_seconds, "on_record": on_record,
         }  # fmt: skip
-        self._phase: Literal["none", "new", "running", "over"] = "none"
         self._callback = _AtEnds(self)
         self._toggles: list[Any] = []
         """Handles of the hooks around the optimizers' steps, with manual optimization."""
-        self._meets, self._has_met = False, False
-        """Do workers end an epoch by one more average? And have they, since the last batch?"""
-        self._shown: ExitStack | None = None
-        """Holds the average of all workers in the module, while there is validation."""
-        self._resumed: Mapping[str, Any] | None = None
-        """What is ours in the checkpoint from which ``fit`` goes on."""
-        self._own: dict[str, Any] = {}
-        """This worker's part of the checkpoint that is being made."""
-        self._saved_as: dict[str, str] = {}
         self._logged_at = 0
 
     # Setting up
@@ -218,13 +184,6 @@ class LocalSGDStrategy(DDPStrategy):
         self._resumed = None
         super().teardown()
 
-    def _meet(self) -> None:
-        """Where workers' steps differ, let those that are ahead wait for all, by one more average."""
-        if self._phase == "running" and self._meets and not self._has_met:
-            assert self.local is not None
-            with self.local.epoch():
-                self._has_met = True
-
     def _finish(self) -> None:
         if self._phase == "running":
             assert self.local is not None
@@ -285,125 +244,6 @@ class LocalSGDStrategy(DDPStrategy):
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
-    # Looking
-
-    def on_validation_start(self) -> None:
-        if self._phase == "running":
-            self._meet()
-            self._show()
-
-    def on_validation_end(self) -> None:
-        self._hide()
-
-    def _show(self) -> None:
-        assert self.local is not None
-        self._shown = ExitStack()
-        self._shown.enter_context(self.local.consensus())
-
-    def _hide(self) -> None:
-        shown, self._shown = self._shown, None
-        if shown is not None:
-            shown.close()
-
-    # Saving and loading
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Of the average of all workers, for all of whom this is a collective while they train."""
-        self._own = {}
-        assert self.lightning_module is not None
-        if self._phase not in ("running", "over") or self.lightning_module.trainer.interrupted:
-            return super().lightning_module_state_dict()
-        assert self.local is not None
-        self._meet()
-        looking, average = self._shown is not None, None
-        if looking:
-            average = self._copied_state()
-            self._hide()
-        self._own = {
-            "state_dict": self._copied_state(),
-            _KEY: {"worker": self.global_rank, "local": self.local.state_dict(), "random": random_state()},
-        }
-        if looking:
-            self._show()
-        elif self._phase == "running":
-            with self.local.consensus():
-                average = self._copied_state()
-        return average or self._copied_state()
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """The average in ``filepath``, and each worker's own beside it."""
-        own, self._own = self._own, {}
-        if not own or "optimizer_states" not in checkpoint:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        assert self.local is not None
-        path = self.broadcast(str(filepath))  # a name with a metric in it may differ by worker
-        self._saved_as[str(filepath)] = path
-        with self.local.paused() if self._phase == "running" else nullcontext():
-            state = {"num_workers": self.world_size, "local": own[_KEY]["local"]}
-            super().save_checkpoint({**checkpoint, _KEY: state}, path, storage_options)
-            own_path = _worker_path(path, self.global_rank)
-            self.checkpoint_io.save_checkpoint({**checkpoint, **own}, own_path, storage_options=storage_options)
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        super().remove_checkpoint(filepath)
-        path = self._saved_as.pop(str(filepath), str(filepath))
-        self.checkpoint_io.remove_checkpoint(_worker_path(path, self.global_rank))
-        folder = os.path.dirname(_worker_path(path, self.global_rank))
-        if os.path.isdir(folder) and not os.listdir(folder):
-            with suppress(OSError):  # another worker was first
-                os.rmdir(folder)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """To train on: this worker's own, if all workers have theirs; else the average."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        assert self.lightning_module is not None
-        kept, self._resumed = checkpoint.pop(_KEY, None), None
-        if kept is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            return checkpoint
-        path = _worker_path(os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path,
-                            self.global_rank)  # fmt: skip
-        try:
-            own = super().load_checkpoint(path, weights_only)
-        except FileNotFoundError:
-            own = None
-        if self.reduce_boolean_decision(own is not None and kept["num_workers"] == self.world_size):
-            assert own is not None
-            self._resumed = own.pop(_KEY)
-            return own
-        self._resumed = kept
-        why = f"it was saved by {kept['num_workers']} workers, here are {self.world_size}"
-        if kept["num_workers"] == self.world_size:
-            why = f"not all workers find theirs, such as {path}"
-        if self.is_global_zero:
-            warnings.warn(
-                f"all workers go on from the average in {checkpoint_path} and worker 0's optimizer state: {why}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return checkpoint
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        if self._resumed is not None and "worker" in self._resumed:
-            restore_random_state(self._resumed["random"])
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Not after an error, when a checkpoint may be saved by one process: the others will never come."""
-        module = self.lightning_module
-        if module is None or module._trainer is None or not module.trainer.interrupted:
-            super().barrier(*args, **kwargs)
-
-    def _copied_state(self) -> dict[str, Any]:
-        """What the module holds now, to be written later."""
-        state = super().lightning_module_state_dict()
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                state[name] = value.detach().to("cpu", copy=True)
-        return state
-
 
 class _AtEnds(Callback):
     """Comes before all other callbacks where an epoch's batches end, and training does."""
@@ -438,56 +278,3 @@ class _Toggling:
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for p in self._resting:
             p.requires_grad_(False)
-
-
-class FabricStrategy(FabricDDPStrategy):
-    """Launcher and samplers of Fabric's ``DDPStrategy`` without its wrapper, for a loop with ``prsgd.LocalSGD`` in it.
-
-        fabric = Fabric(devices=2, strategy=FabricStrategy())
-        model, optimizer = fabric.setup(model, optimizer)
-        with prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(8)) as local:
-            for x, y in fabric.setup_dataloaders(loader):
-                optimizer.zero_grad()
-                fabric.backward(loss_fn(model(x), y))
-                optimizer.step()
-
-    Its arguments are those of ``DDPStrategy`` that do not concern the wrapper.
-    """
-
-    def __init__(
-        self,
-        *,
-        accelerator: Any | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Any | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = _TIMEOUT,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-    ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
-        self._backward_sync_control = _NothingToSync()
-
-    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # that is the point
-        return module
-
-
-class _NothingToSync(_BackwardSyncControl):
-    """``fabric.no_backward_sync``: there is no exchange of gradients to be held back."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-def _worker_path(checkpoint_path: Any, rank: int) -> str:
-    return f"{checkpoint_path}.workers/{rank}.ckpt"

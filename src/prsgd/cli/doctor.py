@@ -1,0 +1,38 @@
+"""``prsgd doctor``: this machine, and under torchrun the job, looked at before something is trained."""
+
+from __future__ import annotations
+
+import argparse
+
+from prsgd.cli.parser import Parser, fail
+from prsgd.comm import job
+from prsgd.errors import PeerError
+
+
+def add(parser: Parser) -> None:
+    parser.epilog = (
+        "Under torchrun it looks at the job too: torchrun --nproc-per-node 2 -m prsgd doctor, with the options of "
+        "your own job. Exit code 1: an error was found. What needs your model and your loader is found by "
+        "prsgd.doctor(local, loader), in your script."
+    )
+
+
+def run(_: argparse.Namespace) -> int:
+    from prsgd.preflight.finding import is_wrong, table
+    from prsgd.preflight.job import Meeting, alone
+
+    ours = job.find()
+    if ours is None:
+        findings = alone()
+        print(table(findings))
+        print("\nThe job as a whole: torchrun --nproc-per-node 2 -m prsgd doctor")
+        return int(is_wrong(findings))
+    try:
+        meeting = Meeting(ours)
+        findings = meeting.findings()
+    except PeerError as error:
+        fail("doctor", str(error), code=1)
+    if ours.rank == 0:
+        print(table(findings), flush=True)
+    meeting.part()
+    return int(is_wrong(findings))
