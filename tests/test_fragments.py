@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import prsgd
+from prsgd.cluster.clock import ClusterClock
+from prsgd.cluster.model import Cluster
 from prsgd.core.fragments import dealt
 from tests.problems import CHANGING, batch, model
 from tests.ranks import run_ranks
@@ -156,6 +158,14 @@ def test_the_last_fragment_is_averaged_as_the_whole_model_would_be(name: str, st
     assert torch.equal(right, whole)
     late, _ = halves_of(1, 17, prsgd.every(4), **options)
     assert not torch.equal(left, late[:15])
+
+
+def test_the_reason_of_an_overlap_names_the_schedules_period() -> None:
+    cluster = Cluster("two", (1.0,) * 3, 1.0, bytes_per_second=1e18, latency_seconds=15.0)
+    local = trained(40, schedule=prsgd.every(8), fragments=2, overlap="auto", clock=ClusterClock(cluster))
+    assert {record.overlap for record in local.records[4:-2]} == {4}  # with two fragments one is under way at a time
+    reasons = {record.reason for record in local.records} - {""}
+    assert reasons == {"transfer 60 s, step 1 s, period 8: overlap 1 to 4"}
 
 
 @pytest.mark.parametrize("overlap", [0, 1])

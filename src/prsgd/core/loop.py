@@ -129,12 +129,12 @@ class Loop:
             learned=self._averages.learned,
         )
         given, overlap = self.ask(now), pace.overlap
-        round = pace.staggered(given, self.place, self.fragments)
         most = None if given.steps is None else max(1, given.steps // self.fragments)  # one is under way at a time
         if self._averages.hiding is not None:
-            overlap, round = self._averages.hiding.of(round, overlap, most)
+            overlap, given = self._averages.hiding.of(given, overlap, most)
         elif self.fragments > 1 and most is not None:
             overlap = min(self._overlap, most)
+        round = pace.staggered(given, self.place, self.fragments)
         pace.open(round, self._clock(id), overlap)
         self._books.pages[i].turn()
         if round.lr is not None and self.place == self.fragments:  # whose rounds are the schedule's
