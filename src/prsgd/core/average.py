@@ -186,6 +186,8 @@ class Averages:
     """Per hosted worker: what the numbers of its model added up to in the newest average, and in the one before that; 0
     where they were not finite."""
     totals_before: tuple[float, ...] = ()
+    given: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By hosted worker whose model was replaced: the buffers that it was given, while other fragments of it are not."""
     done: float = 0.0
     """How many workers had run out of data at the newest average whose header was read."""
 
@@ -298,6 +300,7 @@ class Averages:
             self.snapshots.buffers.write(i, self.pooled(average))
         if bad:
             self.snapshots.state.forget(i)
+            self.given[i] = self.pooled(average)
         if bad and self.roll.ids[i] not in average.outliers:
             self._tell_of_bad(i)
         average.to_land.discard(i)
@@ -344,6 +347,11 @@ class Averages:
             sums = average.arrived.header.exact
             average.pooled = self.snapshots.buffers.pooled(sums if average.arrived.shared else torch.zeros_like(sums))
         return average.pooled
+
+    def return_buffers(self, i: int) -> None:
+        """All of worker i's model was replaced: its batches may have spoilt the buffers that it was given before."""
+        if i in self.given:
+            self.snapshots.buffers.write(i, self.given.pop(i))
 
     def adopt(self, average: Average) -> None:
         """It has landed on all hosted workers: their buffers are those of all."""

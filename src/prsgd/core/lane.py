@@ -190,6 +190,7 @@ class Lane:
             "hiding": None if averages.hiding is None else averages.hiding.state_dict(),
             "learned": dict(averages.learned),
             "mean_lr": averages.mean_lr,
+            "given": [[i, *(tensor.clone() for tensor in pooled)] for i, pooled in averages.given.items()],
             "memory": self.snapshots.state_dict(with_snapshots=taken and self.paces[0].overlap > 0),
             "flight": None if average is None else _average_state(average),
             "books": self.books.state_dict(),
@@ -259,6 +260,7 @@ class Lane:
         self.snapshots.load_state_dict(state["memory"])
         self._know(state)
         averages.memory, averages.headers.flights = saved(state["averaging"]), tuple(state["flights"])
+        averages.given = {int(i): (stats.clone(), integers.clone()) for i, stats, integers in state["given"]}
         flight = state["flight"]
         self.loop.average = None if flight is None else _average_from(flight, self.snapshots.captured())
         self.loop.launches, self.loop.place = int(state["launches"]), int(state["place"])

@@ -59,6 +59,8 @@ class Loop:
         """Is it this lane's turn on the hosted worker at this place?"""
         self.clear: Callable[[], None] = _nothing
         """Waits for what other lanes have under way."""
+        self.recovered: Callable[[int], None] = averages.return_buffers
+        """The hosted worker at this place has a finite model again."""
         self.has_ended = False
         """Did this worker come in at the others' last average, and has ended with them? Until it takes another step."""
 
@@ -205,6 +207,8 @@ class Loop:
         self._accounts[i].land(pace.snap.at, average.counts[i])
         lost = average.bad[i] and self._roll.ids[i] not in average.outliers
         self._roll.mend(i, self.index, lost=lost, fragments=self.fragments)
+        if not self._roll.ailing[i]:
+            self.recovered(i)
         average.came_down(pace.land(in_step=in_step))
         if self._roll.done[i] and pace.round is None:
             pace.opened_at = pace.steps
