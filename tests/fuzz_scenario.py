@@ -244,7 +244,7 @@ def _averaging(dice: random.Random, num_workers: int) -> str:
             "quantized('ternary', bucket=8)",
             "quantized('sign', bucket=16)",
             dice.choice(["quantized(1, bucket=16)", "mean('steps', quantized('sign', bucket=16))"]),
-            f"sparse({dice.choice([0.1, 0.2, 0.5])})",
+            f"sparse({dice.choice(['0.1', '0.2, bits=2', '0.5'])})",
             "outer(of=mean(wire=quantized(4, bucket=16)))",
             dice.choice(["quantized(4, bucket=8, way='scatter')", "quantized('ternary', bucket=16, way='scatter')"]),
             "mean('steps', quantized('sign', bucket=8, way='scatter'))",

@@ -174,7 +174,7 @@ def test_two_by_two_processes_are_two_whole_workers(wrapper: str) -> None:
 
 WIRES: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {"schedule": prsgd.every(2), "averaging": wire})
-    for wire in (prsgd.half(), prsgd.quantized(4), prsgd.quantized("sign"), prsgd.sparse(0.3))
+    for wire in (prsgd.half(), prsgd.quantized(4), prsgd.quantized("sign"), prsgd.sparse(0.3, bits=2))
 ]
 
 

@@ -248,11 +248,10 @@ METHODS = {
         is_outer=True,
     ),
     "sparseloco": Method(
-        "DiLoCo that sends the largest fiftieth of what each worker has changed; the rest is added to the next change. "
-        "As published the workers' own optimizer is AdamW (--optimizer adamw), and the values travel in 2 bits: here "
-        "they travel whole.",
+        "DiLoCo that sends the largest fiftieth of what each worker has changed, each number in 2 bits; the rest is "
+        "added to the next change. As published the workers' own optimizer is AdamW (--optimizer adamw).",
         "Sarfi et al. 2025",
-        lambda given: Parts(prsgd.every(given.period), given.outer(prsgd.sparse(0.02), lr=0.7, momentum=0.9)),
+        lambda given: Parts(prsgd.every(given.period), given.outer(prsgd.sparse(0.02, bits=2), lr=0.7, momentum=0.9)),
         is_outer=True,
     ),
     "local-adamw": Method(
@@ -319,7 +318,7 @@ def _typed(part: Any) -> str:
     words = []
     for f in fields(part):
         value, default = getattr(part, f.name), f.default if f.default_factory is MISSING else f.default_factory()
-        if not f.repr or (f.name in ("weights", "seed", "way", "wire", "clip", "of") and value == default):
+        if not f.repr or (value == default and (value is None or f.name in ("weights", "seed", "way", "of"))):
             continue
         word = _typed(value) if is_dataclass(value) else repr(value)
         words.append(word if default is MISSING else f"{f.name}={word}")
