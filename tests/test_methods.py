@@ -56,6 +56,7 @@ def test_parts() -> None:
         "of=mean(wire=sparse(density=0.02, bits=2)))"
     )
     assert shown["local-adamw-averaged"] == shown["pr-sgd-momentum"]
+    assert shown["des-loc"] == 'every(8) + mean(), optimizer_state={"exp_avg": 3, "exp_avg_sq": 6}'
     assert shown["pr-sgd-momentum"] == 'every(8) + mean(), optimizer_state="average"'
 
 
@@ -119,7 +120,7 @@ def test_every_method_takes_adamw(name: str, tmp_path: Path) -> None:
 
 def test_all_is_every_method() -> None:
     found = variants({"method": ["all"], "cluster": "lan-1g", "seeds": [1]})
-    assert [c.method for c in found] == [name for name in METHODS if not name.startswith("local-adamw")]
+    assert [c.method for c in found] == [name for name in METHODS if not name.startswith(("local-adamw", "des-loc"))]
     with_adamw = variants({"method": ["all"], "optimizer": "adamw", "cluster": "lan-1g", "seeds": [1]})
     assert [c.method for c in with_adamw] == list(METHODS)
     assert {c.method: (c.period, c.overlap) for c in found}["d-psgd"] == (1, 1)

@@ -52,6 +52,8 @@ class Average:
     """Whose models are not finite, or were left out: they take the target itself."""
     to_land: set[int]
     """Hosted workers, by place, on which it has not landed."""
+    number: int = 1
+    """Among those of its lane."""
     landing: Landing | None = None
     """What came back, once somebody waited for it."""
     announced: bool = False
@@ -217,6 +219,7 @@ class Averages:
             counts=header.counts,
             bad=told.bad,
             to_land=set(range(len(self.paces))),
+            number=self.snapshots.number,
             copy_seconds=self.snapshots.take_seconds() + time.perf_counter() - began,
         )
 
@@ -249,6 +252,7 @@ class Averages:
     def note(self, average: Average) -> None:
         """It was an average: keep what the averaging remembers of it, and tell the clock."""
         landing = average.arrived
+        self.snapshots.number += 1
         if average.is_last:
             if landing.target is not None:  # it lies where the next sum will
                 self.memory = self.averaging.met(self.memory, landing.target.clone())
@@ -293,7 +297,7 @@ class Averages:
         if landing.target is not None:
             self._move(i, average, landing.target, rows_apart=self._distance(i, average))
             if self.optimizer_state == "average":
-                self.snapshots.state.write(i, landing.header.extras)
+                self.snapshots.state.write(i, landing.header.extras, average.number)
             elif self.optimizer_state == "reset":
                 self.snapshots.state.forget(i)
         if self.pools(average) or bad:

@@ -34,7 +34,7 @@ from prsgd.replicas.rows import Rows
 from prsgd.schedules.base import Learns, Schedule
 
 _PLAIN = (
-    "members", "who", "announced", "missed", "step", "period", "overlap", "wait_seconds", "copy_seconds",
+    "number", "members", "who", "announced", "missed", "step", "period", "overlap", "wait_seconds", "copy_seconds",
     "flight_seconds", "drift", "drifts", "reason", "outliers",
 )  # fmt: skip
 """Of an ``Average``, as it is."""
@@ -147,6 +147,7 @@ class Lane:
         # A round in flight is one as well: the state is that after its launch.
         self.books.inherit(state["books"], in_flight=state["flight"] is not None)
         self.loop.launches = self.books.round
+        self.snapshots.number = int(state["memory"]["number"]) + (state["flight"] is not None)
         steps = max(int(pace["steps"]) for pace in state["paces"])
         for pace, account in zip(self.paces, averages.accounts):
             pace.steps = pace.opened_at = account.seen = account.pooled = steps

@@ -62,9 +62,8 @@ class sparse(Gathered):  # noqa: N801 - a word in the user's sentence
         return _num_runs(num_values) * 4 + kept * 2 + self._value_bytes(kept, dtype)
 
     def _value_bytes(self, kept: int, dtype: torch.dtype) -> int:
-        if self.bits is None:
-            return kept * dtype.itemsize
-        return packed_bytes(kept, 2**self.bits) + 2 ** (self.bits - 1) * dtype.itemsize
+        one = int(dtype.itemsize)
+        return kept * one if self.bits is None else packed_bytes(kept, 2**self.bits) + (1 << self.bits - 1) * one
 
     def encode(self, change: Tensor, worker: int = 0, average: int = 0) -> Tensor:
         places = _largest(change.abs(), self.num_kept(len(change))).sort().values
