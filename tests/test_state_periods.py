@@ -166,6 +166,25 @@ def test_looks_are_not_counted() -> None:
     assert torch.equal(looked[0], one[0][0][-1])
 
 
+def test_fragments_that_differ_in_what_is_kept_of_them() -> None:
+    """Two optimizers: of one fragment there is no momentum, and of the other no second moment."""
+    fleet = prsgd.Fleet(model(), 2, mode="loop")
+    halves = [[p for m in fleet.modules for n, p in m.named_parameters() if n.startswith(name)] for name in "02"]
+    optimizers = [torch.optim.SGD(halves[0], lr=0.1, momentum=0.9), torch.optim.AdamW(halves[1], lr=0.02)]
+    state = {"momentum_buffer": 2, "exp_avg_sq": 2}
+    options: Any = {"schedule": prsgd.every(2), "fragments": ["0.*", "2.*"], "optimizer_state": state}
+    with prsgd.LocalSGD(fleet, optimizers, **options) as local:
+        for step in range(4):
+            for worker, module in enumerate(fleet.modules):
+                x, y = batch(worker, step)
+                cross_entropy(module(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    expected = [8 * (rows * size + SUMS_WIDTH) for rows, size in ((1, 35), (1, 18), (2, 35), (2, 18))]
+    assert [record.bytes_sent for record in local.records[:4]] == expected
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -42,7 +42,7 @@ class OptimizerState:
         self._places = [[(o, p, k) for p in ps for o, k in keys.get(p, [])] for ps in self._workers]
         self._every = dict.fromkeys((k for _, _, k in self._places[0]), 1) if every is None else every
         if every is not None:
-            self._keep_all_but(every)
+            self._keep_all_but(every, sorted({key for kept in keys.values() for _, key in kept}))
         self.width = sum(room(p) for _, p, _ in self._places[0])  # in all processes that have shards of a model
 
     def describe(self) -> list[str]:
@@ -70,9 +70,8 @@ class OptimizerState:
             for optimizer in self._optimizers:
                 optimizer.state.pop(p, None)
 
-    def _keep_all_but(self, every: Mapping[str, int]) -> None:
-        """What is not named stays with each worker; a ValueError if something named is kept nowhere."""
-        known = sorted({k for _, _, k in self._places[0]})
+    def _keep_all_but(self, every: Mapping[str, int], known: Sequence[str]) -> None:
+        """What is not named stays with each worker; a ValueError if something named is not ``known``."""
         for key in every:
             if key not in known:
                 kept = ", ".join(known) or "nothing"
