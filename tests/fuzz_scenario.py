@@ -207,7 +207,7 @@ def draw(seed: int) -> Scenario:
         if found.overlap * fragments <= smallest or schedule.startswith(CLAMPING):
             found = replace(found, fragments=fragments)
     if found.optimizer_state == "average" and found.optimizer in PERIODS and not schedule.startswith("auto"):
-        found = replace(found, optimizer_state=dice.choice(["average", PERIODS[found.optimizer]]))
+        found = replace(found, optimizer_state=PERIODS[found.optimizer] if dice.random() < 0.5 else "average")
     return found
 
 
