@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
@@ -43,7 +43,7 @@ class Scenario:
     optimizer: str = "sgd"
     """"sgd", "momentum", "adam", or "two": momentum for the matrices and adam for the rest, one after the other."""
     weight_decay: float = 0.0
-    optimizer_state: str = "keep"
+    optimizer_state: str | Mapping[str, int] = "keep"
     warmup: int = 0
     """The lr rises from 0 over so many batches."""
     fragments: int = 1
@@ -206,7 +206,17 @@ def draw(seed: int) -> Scenario:
         fragments = 3 if found.model == "batchnorm" and dice.random() < 0.5 else 2
         if found.overlap * fragments <= smallest or schedule.startswith(CLAMPING):
             found = replace(found, fragments=fragments)
+    if found.optimizer_state == "average" and found.optimizer in PERIODS and not schedule.startswith("auto"):
+        found = replace(found, optimizer_state=PERIODS[found.optimizer] if dice.random() < 0.5 else "average")
     return found
+
+
+PERIODS = {
+    "momentum": {"momentum_buffer": 2},
+    "adam": {"exp_avg": 2, "exp_avg_sq": 3},
+    "two": {"exp_avg_sq": 2, "momentum_buffer": 3},
+}
+"""Of optimizer state that is averaged more rarely than the models."""
 
 
 STEADY = (
@@ -244,7 +254,7 @@ def _averaging(dice: random.Random, num_workers: int) -> str:
             "quantized('ternary', bucket=8)",
             "quantized('sign', bucket=16)",
             dice.choice(["quantized(1, bucket=16)", "mean('steps', quantized('sign', bucket=16))"]),
-            f"sparse({dice.choice([0.1, 0.2, 0.5])})",
+            f"sparse({dice.choice(['0.1', '0.2, bits=2', '0.5'])})",
             "outer(of=mean(wire=quantized(4, bucket=16)))",
             dice.choice(["quantized(4, bucket=8, way='scatter')", "quantized('ternary', bucket=16, way='scatter')"]),
             "mean('steps', quantized('sign', bucket=8, way='scatter'))",

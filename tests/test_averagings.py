@@ -29,6 +29,7 @@ GATHERED = {
     "sign": prsgd.quantized("sign", bucket=16),
     "sign, scattered": prsgd.quantized("sign", bucket=16, way="scatter"),
     "sparse": prsgd.sparse(0.1),
+    "sparse, 2 bits": prsgd.sparse(0.1, bits=2),
 }
 ALL: dict[str, Any] = {
     **GATHERED,

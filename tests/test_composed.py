@@ -24,12 +24,13 @@ WIRES: dict[str, Any] = {
     "sign": prsgd.quantized("sign", bucket=16),
     "sign, scattered": prsgd.quantized("sign", bucket=16, way="scatter"),
     "sparse": prsgd.sparse(0.1),
+    "sparse, 2 bits": prsgd.sparse(0.1, bits=2),
 }
 WEIGHTS = ("uniform", "steps", "samples")
 COMPOSED: dict[str, Any] = {
     **{f"{weights}, {name}": prsgd.mean(weights, wire) for name, wire in WIRES.items() for weights in WEIGHTS},
     "quantized diloco": prsgd.outer(0.7, 0.9, of=prsgd.mean(wire=prsgd.quantized(4, bucket=16))),
-    "sparseloco": prsgd.outer(0.7, 0.9, of=prsgd.mean(wire=prsgd.sparse(0.02))),
+    "sparseloco": prsgd.outer(0.7, 0.9, of=prsgd.mean(wire=prsgd.sparse(0.02, bits=2))),
     "sparseloco by samples": prsgd.outer(0.7, 0.9, of=prsgd.mean("samples", prsgd.sparse(0.02))),
     **{f"steady, {name}, clipped": prsgd.mean(prsgd.steady(), wire, clip=0.1) for name, wire in WIRES.items()},
     "half slowmo": prsgd.outer(1.0, 0.7, nesterov=False, by_inner_lr=True, of=prsgd.mean("steps", prsgd.half())),
@@ -132,7 +133,15 @@ def test_ranks_equal_the_fleet() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["quantized diloco", "sparseloco by samples", "half slowmo", "samples, sign", "samples, sign, scattered"]
+    "name",
+    [
+        "quantized diloco",
+        "sparseloco",
+        "sparseloco by samples",
+        "half slowmo",
+        "samples, sign",
+        "samples, sign, scattered",
+    ],
 )
 @pytest.mark.parametrize("at", [2, 4, 5])
 def test_resumed_to_the_last_bit(name: str, at: int) -> None:

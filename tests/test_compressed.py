@@ -65,11 +65,15 @@ def test_quantizers_are_right_on_average(name: str) -> None:
     assert bool((squares.sum() / draws > at_most.sum() / 10).all())
 
 
-@pytest.mark.parametrize("name", [*QUANTIZERS, "sign", "sparse"])
+@pytest.mark.parametrize("name", [*QUANTIZERS, "sign", "sparse", "sparse, 2 bits"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 31, 32, 1000])
 def test_declared_bytes_are_the_bytes(name: str, dtype: torch.dtype, size: int) -> None:
-    others = {"sign": prsgd.quantized("sign", bucket=32), "sparse": prsgd.sparse(0.05)}
+    others = {
+        "sign": prsgd.quantized("sign", bucket=32),
+        "sparse": prsgd.sparse(0.05),
+        "sparse, 2 bits": prsgd.sparse(0.05, bits=2),
+    }
     one: Gathered = {**QUANTIZERS, **others}[name]
     encoded = one.encode(random(size, dtype=dtype), 3)
     assert encoded.dtype == torch.uint8
@@ -101,7 +105,9 @@ def test_buckets_have_scales_of_their_own() -> None:
     assert torch.equal(one.decode(one.encode(values), values), values)
 
 
-@pytest.mark.parametrize("wire", [prsgd.quantized("sign", bucket=8, way="gather"), prsgd.sparse(0.1)], ids=str)
+@pytest.mark.parametrize(
+    "wire", [prsgd.quantized("sign", bucket=8, way="gather"), prsgd.sparse(0.1), prsgd.sparse(0.3, bits=2)], ids=str
+)
 def test_error_feedback_loses_nothing(wire: Any) -> None:
     """Over any number of averages: what was sent and what is kept add up to what there was to send."""
     comm = prsgd.InProcess(3)
@@ -195,6 +201,46 @@ def test_the_largest_by_hand() -> None:
     assert landing.bytes_sent == 4 + 2 * 2 + 2 * 8 + HEADER
 
 
+def test_the_largest_in_2_bits_by_hand() -> None:
+    """Four of five travel. Their magnitudes 1, 2, 4, 9 have the mean 4: the levels are (1 + 2 + 4) / 3 and 9."""
+    one = prsgd.sparse(0.8, bits=2)
+    averaging = prsgd.mean(wire=one)
+    memory = averaging.init(torch.zeros(5, dtype=torch.float64), 1)
+    change = torch.tensor([[2.0, -9.0, 0.5, -1.0, 4.0]], dtype=torch.float64)
+    landing = averaging.launch(memory, prsgd.InProcess(1), change, make_header(1)).wait()
+    low = 7 / 3
+    assert landing.target.tolist() == [low, -9.0, 0.0, -low, low]
+    assert landing.memory["residuals"].tolist() == [[2 - low, 0.0, 0.5, -1 + low, 4 - low]]
+    assert one.num_bytes(5, torch.float64) == 4 + 4 * 2 + 1 + 2 * 8  # a run's count, places, 4 x 2 bits, two levels
+    sign = prsgd.sparse(0.8, bits=1)
+    assert sign.decode(sign.encode(change[0]), change[0]).tolist() == [4.0, -4.0, 0.0, -4.0, 4.0]
+    many = prsgd.sparse(0.8, bits=4)  # eight levels, for four magnitudes
+    assert many.decode(many.encode(change[0]), change[0]).tolist() == [2.0, -9.0, 0.0, -1.0, 4.0]
+    for nothing in (torch.zeros(5), torch.full((5,), 3e38)):
+        assert torch.equal(one.decode(one.encode(nothing), nothing).sort().values[1:], nothing[1:])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_few_bits_of_the_largest_say_nearly_all_of_them(bits: int) -> None:
+    """A level is the mean of what it stands for: the sum of magnitudes is kept, and each bit takes error away."""
+    values = random(100_000, dtype=torch.float32)
+    whole = prsgd.sparse(0.02).decode(prsgd.sparse(0.02).encode(values), values)
+    one = prsgd.sparse(0.02, bits=bits)
+    found = one.decode(one.encode(values), values)
+    assert torch.equal(found.sign(), whole.sign())
+    assert float(found.abs().sum()) == pytest.approx(float(whole.abs().sum()), rel=1e-5)
+    at_most = {1: 0.15, 2: 0.08, 3: 0.05, 4: 0.03, 8: 0.004}
+    assert float((found - whole).norm() / whole.norm()) < at_most[bits]
+
+
+def test_sparseloco_sends_a_500th_of_what_minibatch_adamw_does() -> None:
+    """At period 32, of a model of 3M parameters that 8 workers train; a mini-batch step sends 2 (N - 1) / N of it."""
+    size, workers = 3_000_000, 8
+    wire = prsgd.sparse(0.02, bits=2)
+    sent = (workers - 1) * (wire.num_bytes(size) + (SUMS_WIDTH + 1) * 4)
+    assert 32 * 2 * (workers - 1) / workers * 4 * size / sent > 700
+
+
 def test_places_beyond_65536() -> None:
     values = torch.zeros(200_000)
     places = torch.tensor([0, 32_767, 32_768, 65_535, 65_536, 131_071, 131_072, 199_999])
@@ -277,6 +323,7 @@ def test_rounding_follows_the_seed() -> None:
         (prsgd.quantized("ternary", way="gather"), lambda p: p * 1.6 / 8 + p / 512 * 4),
         (prsgd.quantized("sign", way="gather"), lambda p: p / 8 + p / 512 * 4),
         (prsgd.sparse(0.01), lambda p: p * 0.01 * 6),
+        (prsgd.sparse(0.02, bits=2), lambda p: p * 0.02 * 2.25),
     ],
     ids=lambda value: None if callable(value) else str(value),
 )
@@ -307,6 +354,11 @@ def test_bad_input() -> None:
     for density in (0.0, 1.1, -0.5, True, "x", float("nan")):
         with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got"):
             prsgd.sparse(density)  # type: ignore[arg-type]
+    for bits in (0, 2.0, True):
+        with pytest.raises(ValueError, match="bits must be a whole number >= 1, got"):
+            prsgd.sparse(0.1, bits=bits)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bits must be at most 8, got 9"):
+        prsgd.sparse(0.1, bits=9)
     for dtype in (torch.int8, torch.float32, "bfloat16"):
         with pytest.raises(ValueError, match=r"dtype must be torch.bfloat16 or torch.float16, got"):
             prsgd.mean(dtype=dtype)  # type: ignore[arg-type]

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import prsgd
+from prsgd.cluster.clock import ClusterClock
+from prsgd.cluster.model import Cluster
 from prsgd.core.fragments import dealt
 from tests.problems import CHANGING, batch, model
 from tests.ranks import run_ranks
@@ -156,6 +158,14 @@ def test_the_last_fragment_is_averaged_as_the_whole_model_would_be(name: str, st
     assert torch.equal(right, whole)
     late, _ = halves_of(1, 17, prsgd.every(4), **options)
     assert not torch.equal(left, late[:15])
+
+
+def test_the_reason_of_an_overlap_names_the_schedules_period() -> None:
+    cluster = Cluster("two", (1.0,) * 3, 1.0, bytes_per_second=1e18, latency_seconds=15.0)
+    local = trained(40, schedule=prsgd.every(8), fragments=2, overlap="auto", clock=ClusterClock(cluster))
+    assert {record.overlap for record in local.records[4:-2]} == {4}  # with two fragments one is under way at a time
+    reasons = {record.reason for record in local.records} - {""}
+    assert reasons == {"transfer 60 s, step 1 s, period 8: overlap 1 to 4"}
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -414,6 +424,43 @@ def test_a_worker_that_is_not_finite_takes_no_step_until_all_its_fragments_are_r
     with pytest.warns(RuntimeWarning, match="worker 1: its model was not finite"):
         spoilt_and_mended(fleet, optimizer, local)
     assert sum(record.bad_workers for record in local.records) == 2
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_batches_of_a_model_that_is_replaced_in_part_do_not_spoil_its_statistics(overlap: int, resumes: bool) -> None:
+    """They would give the worker up once more, when the fragment comes round with which statistics travel."""
+    options: Any = {"overlap": overlap, "fragments": ["[03].*", "[14].*"], "schedule": prsgd.every(4)}
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+
+    def made() -> tuple[Any, ...]:
+        fleet = prsgd.Fleet(net, 3)
+        optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+        return fleet, optimizer, prsgd.LocalSGD(fleet, optimizer, **options)
+
+    fleet, optimizer, local = made()
+    local.start()
+    train(fleet, optimizer, local, 5 - overlap)
+    fleet.rows[1] = float("nan")
+    with pytest.warns(RuntimeWarning, match="worker 1: its model was not finite"):
+        train(fleet, optimizer, local, 2 + overlap)  # the first fragment was replaced in step 6
+    assert not bool(fleet.modules[1][3].running_mean.isfinite().all())
+    records = [record.bad_workers for record in local.records]
+    if resumes:
+        states = [part.state_dict() for part in (fleet, optimizer, local)]
+        local.abandon()
+        fleet, optimizer, local = made()
+        for part, state in zip((fleet, optimizer, local), states):
+            part.load_state_dict(state)
+        local.start()
+    with pytest.warns(RuntimeWarning, match="worker 1: its model was not finite"):
+        train(fleet, optimizer, local, 1)
+    assert all(bool(b.isfinite().all()) for module in fleet.modules for b in module.buffers())
+    train(fleet, optimizer, local, 7)
+    assert sum([*records, *(record.bad_workers for record in local.records)]) == 2
+    means = [module[3].running_mean for module in fleet.modules]
+    torch.testing.assert_close(means[1], means[0], rtol=0, atol=0.5)  # none of them began at 0 again
+    local.finish()
 
 
 def spoilt_and_mended(fleet: prsgd.Fleet, optimizer: torch.optim.Optimizer, local: prsgd.LocalSGD) -> None:

@@ -1,4 +1,4 @@
-"""The scripts of docs/integrations run as they stand there, and few of their lines are ours."""
+"""The scripts of docs/integrations and docs/transformers.md run as they stand, and few of their lines are ours."""
 
 from __future__ import annotations
 
@@ -9,23 +9,32 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from prsgd.integrations import require
+from prsgd.tasks.gpt import GPT
 from tests import ranks
 from tests.ranks import Program, free_port
 
-PAGES = Path(__file__).parent.parent / "docs" / "integrations"
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def block(page: Path, folder: Path) -> Path:
+    """The first Python block of a page, which is complete."""
+    text = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert text is not None
+    path = folder / "script.py"
+    path.write_text(text[1])
+    return path
 
 
 def script(library: str, folder: Path) -> Path:
-    """The first Python block of a library's page, which is complete; at most three of its lines tell of us."""
+    """That of a library's page; at most three of its lines tell of us."""
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed: the extra [integrations]")
-    text = re.search(r"```python\n(.*?)```", (PAGES / f"{library}.md").read_text(), re.DOTALL)
-    assert text is not None
-    assert 1 <= len([line for line in text[1].splitlines() if re.search(r"\bprsgd\b|local_sgd\(", line)]) <= 3
-    path = folder / "script.py"
-    path.write_text(text[1])
+    path = block(DOCS / "integrations" / f"{library}.md", folder)
+    ours = [line for line in path.read_text().splitlines() if re.search(r"\bprsgd\b|local_sgd\(", line)]
+    assert 1 <= len(ours) <= 3
     return path
 
 
@@ -56,6 +65,24 @@ def test_under_torchrun(library: str, said: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert said in result.stdout
     shutil.rmtree(tmp_path / "classified", ignore_errors=True)
+
+
+def test_a_gpt_by_diloco(tmp_path: Path) -> None:
+    """With at most 15 lines added it learns, and saves what all workers have."""
+    path = block(DOCS / "transformers.md", tmp_path)
+    lines = path.read_text().splitlines()
+    assert len([line for line in lines if "# +" in line]) <= 15
+    assert not [line for line in lines if "prsgd." in line and "# +" not in line and "prsgd.tasks.gpt" not in line]
+    (tmp_path / "input.txt").write_text((DOCS.parent / "README.md").read_text())
+    result = ranks.torchrun(
+        "--nproc-per-node", "2", "--master-port", str(free_port()), str(path), "input.txt", cwd=tmp_path,
+        timeout_seconds=280,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    first, *_, last = map(float, re.findall(r"step \d+: ([\d.]+) bits per byte", result.stdout))
+    assert last < first - 0.1
+    model = GPT(layers=2, width=64, heads=2, context=64)
+    model.load_state_dict(torch.load(tmp_path / "gpt.pt", weights_only=True))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ CASES: list[dict[str, Any]] = [
     {"schedule": prsgd.every(3), "overlap": 3},
     {"schedule": prsgd.per_worker([5, 2]), "overlap": 2},
     {"schedule": prsgd.every(4), "optimizer_state": "average", "overlap": 1},
+    {"schedule": prsgd.every(2), "optimizer_state": {"momentum_buffer": 2}, "overlap": 1},
     {"schedule": prsgd.once()},
     *({"schedule": schedule, "overlap": overlap} for schedule in CHANGING.values() for overlap in (0, 2)),
 ]

@@ -156,6 +156,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {"schedule": prsgd.every(2), "averaging": prsgd.mean(halves)}),
     ("sgd", {"schedule": prsgd.every(2), "averaging": prsgd.mean(prsgd.steady(penalty=1.0))}),
     ("sgd", {"schedule": prsgd.every(2), "averaging": prsgd.easgd()}),
+    ("adamw", {"schedule": prsgd.every(4), "fragments": 2}),
+    ("adamw", {"schedule": prsgd.every(3), "fragments": 3, "averaging": prsgd.outer(), "overlap": 1}),
+    ("momentum", {"schedule": prsgd.every(2), "fragments": 2, "optimizer_state": "average"}),
 ]
 
 
@@ -171,7 +174,7 @@ def test_two_by_two_processes_are_two_whole_workers(wrapper: str) -> None:
 
 WIRES: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {"schedule": prsgd.every(2), "averaging": wire})
-    for wire in (prsgd.half(), prsgd.quantized(4), prsgd.quantized("sign"), prsgd.sparse(0.3))
+    for wire in (prsgd.half(), prsgd.quantized(4), prsgd.quantized("sign"), prsgd.sparse(0.3, bits=2))
 ]
 
 
@@ -359,6 +362,7 @@ SAVED: dict[str, tuple[str, dict[str, Any]]] = {
     "outer": ("adamw", {"schedule": prsgd.every(3), "averaging": prsgd.outer()}),
     "auto": ("momentum", {"schedule": prsgd.auto(tolerance=40.0)}),
     "in flight": ("adamw", {"schedule": prsgd.every(2), "overlap": 2}),
+    "fragments": ("adamw", {"schedule": prsgd.every(4), "averaging": prsgd.outer(), "fragments": 2}),
 }
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
-from prsgd._check import one_of, positive, whole_number_or_auto
+from prsgd._check import one_of, positive, whole_number, whole_number_or_auto
 from prsgd.averaging.base import Averaging, Setting
 from prsgd.averaging.mean import mean
 from prsgd.averaging.wires.base import Wire
@@ -71,7 +71,7 @@ def assemble(
     schedule: Schedule,
     averaging: Averaging | Wire | None,
     overlap: int | Literal["auto"],
-    optimizer_state: str,
+    optimizer_state: str | Mapping[str, int],
     fragments: int | Sequence[str | Sequence[str]],
     comm: Communicator | None,
     clock: Callable[[int], float] | None,
@@ -90,8 +90,10 @@ def assemble(
         raise ValueError(
             f"averaging must be one such as mean(), or of a class derived from prsgd.Averaging, got {averaging!r}"
         )
-    if one_of("optimizer_state", optimizer_state, ("keep", "average", "reset")) == "average" and overlap not in (0, 1):
-        raise ValueError(f'overlap must be 0 or 1 with optimizer_state="average", got {overlap!r}')
+    mode, every = _kept(optimizer_state)
+    if mode == "average" and overlap not in (0, 1):
+        words = '"average"' if every is None else repr(every)
+        raise ValueError(f"overlap must be 0 or 1 with optimizer_state={words}, got {overlap!r}")
     averaging = averaging or mean()
     limit = None if timeout_seconds is None else positive("timeout_seconds", timeout_seconds)
     positive("done_timeout_seconds", done_timeout_seconds)
@@ -104,7 +106,9 @@ def assemble(
     shared = team.latest if isinstance(schedule, ByClock) and team.size > 1 else None
     timekeeper = clock if isinstance(clock, Timekeeper) else WallClock(workers, clock, shared)
     timekeeper.check(num_workers, workers)
-    setting = Setting.of(schedule, num_workers, overlap, optimizer_state, elastic=used.is_elastic)
+    setting = Setting.of(schedule, num_workers, overlap, mode, elastic=used.is_elastic)
+    if every is not None:
+        _check_every(schedule, setting)
     setting = replace(setting, team=team.size, has_shards=team.has_shards)
     schedule.check(num_workers, setting.overlap)
     setting.require(averaging)
@@ -143,7 +147,7 @@ def assemble(
         "workers": list(workers),
         "num_parameters": host.rows.width,
         "overlap": overlap,
-        "optimizer_state": optimizer_state,
+        "optimizer_state": mode if every is None else dict(sorted(every.items())),
         "fragments": dealing(parts),
         "schedule": described(schedule),
         "averaging": described(averaging),
@@ -151,9 +155,33 @@ def assemble(
     lanes = []
     for k, names in enumerate(parts):
         rows = host.rows if len(parts) == 1 else host.rows.part(names)
-        state = OptimizerState(optimizers, rows.workers, mode=optimizer_state)
+        state = OptimizerState(optimizers, rows.workers, mode=mode, every=every)
         riding = host.modules if k == 0 else [nn.Module() for _ in workers]  # buffers travel once a round
         buffers = Buffers(riding, workers if team.size == 1 else here, num_workers * team.size)
         books = Books(len(workers), ledger, speaks=speaks, fragment=None if len(parts) == 1 else k)
         lanes.append(Lane(run, schedule, rows, state, buffers, books))
     return Parts(averaging, used, own_comm, timekeeper, host, roll, hooks, Lanes(lanes), ledger, parts, setup)
+
+
+def _kept(optimizer_state: str | Mapping[str, int]) -> tuple[str, dict[str, int] | None]:
+    """In a word what becomes of it at an average, and in every how many what travels, unless all does in each."""
+    if not isinstance(optimizer_state, Mapping):
+        return one_of("optimizer_state", optimizer_state, ("keep", "average", "reset")), None
+    if not optimizer_state:
+        raise ValueError('optimizer_state={} averages nothing: use optimizer_state="keep"')
+    every = {name: whole_number(f"optimizer_state[{name!r}]", n, at_least=1) for name, n in optimizer_state.items()}
+    return "average", every
+
+
+def _check_every(schedule: Schedule, setting: Setting) -> None:
+    """Raise a ValueError that says why state with periods of its own does not go with the other parts."""
+    if setting.elastic:
+        raise ValueError(
+            "where workers come and go optimizer state cannot have periods of its own, since what is averaged would be "
+            'another size each time: use optimizer_state="keep", "average" or "reset"'
+        )
+    if setting.learns:
+        raise ValueError(
+            f"{schedule!r} goes by momentum that is each worker's own or everybody's, and with periods of its own it "
+            'is now one, now the other: use optimizer_state="keep" or "average", or a schedule such as every(8)'
+        )

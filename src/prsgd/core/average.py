@@ -52,6 +52,8 @@ class Average:
     """Whose models are not finite, or were left out: they take the target itself."""
     to_land: set[int]
     """Hosted workers, by place, on which it has not landed."""
+    number: int = 1
+    """Among those of its lane."""
     landing: Landing | None = None
     """What came back, once somebody waited for it."""
     announced: bool = False
@@ -186,6 +188,8 @@ class Averages:
     """Per hosted worker: what the numbers of its model added up to in the newest average, and in the one before that; 0
     where they were not finite."""
     totals_before: tuple[float, ...] = ()
+    given: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By hosted worker whose model was replaced: the buffers that it was given, while other fragments of it are not."""
     done: float = 0.0
     """How many workers had run out of data at the newest average whose header was read."""
 
@@ -215,6 +219,7 @@ class Averages:
             counts=header.counts,
             bad=told.bad,
             to_land=set(range(len(self.paces))),
+            number=self.snapshots.number,
             copy_seconds=self.snapshots.take_seconds() + time.perf_counter() - began,
         )
 
@@ -247,6 +252,7 @@ class Averages:
     def note(self, average: Average) -> None:
         """It was an average: keep what the averaging remembers of it, and tell the clock."""
         landing = average.arrived
+        self.snapshots.number += 1
         if average.is_last:
             if landing.target is not None:  # it lies where the next sum will
                 self.memory = self.averaging.met(self.memory, landing.target.clone())
@@ -291,13 +297,14 @@ class Averages:
         if landing.target is not None:
             self._move(i, average, landing.target, rows_apart=self._distance(i, average))
             if self.optimizer_state == "average":
-                self.snapshots.state.write(i, landing.header.extras)
+                self.snapshots.state.write(i, landing.header.extras, average.number)
             elif self.optimizer_state == "reset":
                 self.snapshots.state.forget(i)
         if self.pools(average) or bad:
             self.snapshots.buffers.write(i, self.pooled(average))
         if bad:
             self.snapshots.state.forget(i)
+            self.given[i] = self.pooled(average)
         if bad and self.roll.ids[i] not in average.outliers:
             self._tell_of_bad(i)
         average.to_land.discard(i)
@@ -344,6 +351,11 @@ class Averages:
             sums = average.arrived.header.exact
             average.pooled = self.snapshots.buffers.pooled(sums if average.arrived.shared else torch.zeros_like(sums))
         return average.pooled
+
+    def return_buffers(self, i: int) -> None:
+        """All of worker i's model was replaced: its batches may have spoilt the buffers that it was given before."""
+        if i in self.given:
+            self.snapshots.buffers.write(i, self.given.pop(i))
 
     def adopt(self, average: Average) -> None:
         """It has landed on all hosted workers: their buffers are those of all."""

@@ -34,7 +34,7 @@ from prsgd.replicas.rows import Rows
 from prsgd.schedules.base import Learns, Schedule
 
 _PLAIN = (
-    "members", "who", "announced", "missed", "step", "period", "overlap", "wait_seconds", "copy_seconds",
+    "number", "members", "who", "announced", "missed", "step", "period", "overlap", "wait_seconds", "copy_seconds",
     "flight_seconds", "drift", "drifts", "reason", "outliers",
 )  # fmt: skip
 """Of an ``Average``, as it is."""
@@ -147,6 +147,7 @@ class Lane:
         # A round in flight is one as well: the state is that after its launch.
         self.books.inherit(state["books"], in_flight=state["flight"] is not None)
         self.loop.launches = self.books.round
+        self.snapshots.number = int(state["memory"]["number"]) + (state["flight"] is not None)
         steps = max(int(pace["steps"]) for pace in state["paces"])
         for pace, account in zip(self.paces, averages.accounts):
             pace.steps = pace.opened_at = account.seen = account.pooled = steps
@@ -190,6 +191,7 @@ class Lane:
             "hiding": None if averages.hiding is None else averages.hiding.state_dict(),
             "learned": dict(averages.learned),
             "mean_lr": averages.mean_lr,
+            "given": [[i, *(tensor.clone() for tensor in pooled)] for i, pooled in averages.given.items()],
             "memory": self.snapshots.state_dict(with_snapshots=taken and self.paces[0].overlap > 0),
             "flight": None if average is None else _average_state(average),
             "books": self.books.state_dict(),
@@ -259,6 +261,7 @@ class Lane:
         self.snapshots.load_state_dict(state["memory"])
         self._know(state)
         averages.memory, averages.headers.flights = saved(state["averaging"]), tuple(state["flights"])
+        averages.given = {int(i): (stats.clone(), integers.clone()) for i, stats, integers in state["given"]}
         flight = state["flight"]
         self.loop.average = None if flight is None else _average_from(flight, self.snapshots.captured())
         self.loop.launches, self.loop.place = int(state["launches"]), int(state["place"])

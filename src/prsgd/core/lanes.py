@@ -28,7 +28,7 @@ class Lanes:
         if len(lanes) > 1:
             for k, lane in enumerate(lanes):
                 lane.loop.index, lane.loop.fragments = k, len(lanes)
-                lane.loop.ask = partial(self._ask, lane.loop.ask)
+                lane.loop.ask, lane.loop.recovered = partial(self._ask, lane.loop.ask), self._recovered
                 lane.loop.may_close, lane.loop.clear = partial(self._may_close, lane), partial(self._clear, lane)
             self._place()
 
@@ -144,6 +144,11 @@ class Lanes:
     def _may_close(self, lane: Lane, i: int) -> bool:
         """Is this lane the next whose round the hosted worker at place ``i`` closes?"""
         return min(self._lanes, key=lambda each: each.loop.launches + each.paces[i].boards) is lane
+
+    def _recovered(self, i: int) -> None:
+        """All fragments of the model of the hosted worker at place ``i`` were replaced; buffers came with the first."""
+        for lane in self._lanes:
+            lane.averages.return_buffers(i)
 
     def _clear(self, lane: Lane) -> None:
         """This lane is to launch: what travels arrives first."""

@@ -40,7 +40,8 @@ class LocalSGD:
       ``post_local``, ``quadratic``, or ``auto``, which chooses its period itself.
     - ``averaging``: how: ``mean()`` unless given, or ``gossip``, ``quantized``, ``sparse``, ``easgd``, ``outer``.
     - ``overlap``: steps that hide the transfer; 0 averages right after a step, blocking; "auto" is as many as hide it.
-    - ``optimizer_state`` at an average: "keep" each worker's own, "average" it too (overlap <= 1), or "reset" it.
+    - ``optimizer_state`` at an average: "keep" each worker's own, "average" it too (overlap <= 1), or "reset" it. Or in
+      every how many averages what is averaged, and the rest kept: ``{"exp_avg": 3, "exp_avg_sq": 6}`` (DES-LOC).
     - ``fragments``: of the model, each averaged once a round, one after the other, so that less travels at once: how
       many, or a pattern of parameters' names for each.
     - ``comm``: where the workers live; the running torch.distributed group unless given, or this process alone.
@@ -72,7 +73,7 @@ class LocalSGD:
         schedule: Schedule,
         averaging: Averaging | Wire | None = None,
         overlap: int | Literal["auto"] = 0,
-        optimizer_state: str = "keep",
+        optimizer_state: str | Mapping[str, int] = "keep",
         fragments: int | Sequence[str | Sequence[str]] = 1,
         comm: Communicator | None = None,
         clock: Callable[[int], float] | None = None,

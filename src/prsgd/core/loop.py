@@ -59,6 +59,8 @@ class Loop:
         """Is it this lane's turn on the hosted worker at this place?"""
         self.clear: Callable[[], None] = _nothing
         """Waits for what other lanes have under way."""
+        self.recovered: Callable[[int], None] = averages.return_buffers
+        """The hosted worker at this place has a finite model again."""
         self.has_ended = False
         """Did this worker come in at the others' last average, and has ended with them? Until it takes another step."""
 
@@ -129,12 +131,12 @@ class Loop:
             learned=self._averages.learned,
         )
         given, overlap = self.ask(now), pace.overlap
-        round = pace.staggered(given, self.place, self.fragments)
         most = None if given.steps is None else max(1, given.steps // self.fragments)  # one is under way at a time
         if self._averages.hiding is not None:
-            overlap, round = self._averages.hiding.of(round, overlap, most)
+            overlap, given = self._averages.hiding.of(given, overlap, most)
         elif self.fragments > 1 and most is not None:
             overlap = min(self._overlap, most)
+        round = pace.staggered(given, self.place, self.fragments)
         pace.open(round, self._clock(id), overlap)
         self._books.pages[i].turn()
         if round.lr is not None and self.place == self.fragments:  # whose rounds are the schedule's
@@ -205,6 +207,8 @@ class Loop:
         self._accounts[i].land(pace.snap.at, average.counts[i])
         lost = average.bad[i] and self._roll.ids[i] not in average.outliers
         self._roll.mend(i, self.index, lost=lost, fragments=self.fragments)
+        if not self._roll.ailing[i]:
+            self.recovered(i)
         average.came_down(pace.land(in_step=in_step))
         if self._roll.done[i] and pace.round is None:
             pace.opened_at = pace.steps

@@ -45,6 +45,8 @@ class Snapshots:
     def __init__(self, rows: Rows, state: OptimizerState, buffers: Buffers, *, overlap: int, tail: int) -> None:
         self.rows, self.state, self.buffers = rows, state, buffers
         self.overlap, self._hosted = overlap, len(rows.workers)
+        self.number = 1
+        """Of the average that is next, by which it is known what of the optimizer state travels with it."""
         self._widths = [rows.width, state.width, buffers.width]
         self._flat_width = rows.width + state.width + tail + buffers.sum_width
         # Made when first needed: the flat buffer, and the hosted workers' snapshots or what of them is not in place.
@@ -76,7 +78,7 @@ class Snapshots:
         began = time.perf_counter()
         row, extras, buffers = self._snapshots()[i].split(self._widths)
         self._sums[i] = self.rows.pack(i, row)
-        self._pack_beside(i, extras, buffers)
+        self._pack_beside(i, extras[: self._num_extras], buffers)
         self._capture_seconds += time.perf_counter() - began
 
     def take_seconds(self) -> float:
@@ -87,12 +89,13 @@ class Snapshots:
     def board(self, *, as_they_are: bool = False) -> Boarded:
         """The snapshots of all hosted workers, or their models as they are now."""
         if self.overlap and not as_they_are:
-            snap, extras, buffers = self._snapshots().split(self._widths, dim=1)
+            snap, extras, buffers = self._split(self._snapshots())
             flat = self._flat_buffer()
         else:
             # With overlap an average may be in flight, so a look has memory of its own while it lasts.
             flat = self._new(self._flat_width) if self.overlap else self._flat_buffer()
             snap, extras, buffers = self._in_place(flat)
+        flat = flat[: self._flat_width - self._widths[1] + extras.shape[1]]
         totals = tuple(map(float, self._sums))
         bad = _not_finite(totals, snap, extras, buffers)
         for i in (i for i, is_bad in enumerate(bad) if is_bad):
@@ -111,7 +114,7 @@ class Snapshots:
         """Snapshots without copies: a fleet's rows as they lie, a lone model packed into its place in ``flat``."""
         if self.rows.matrix is None and self._hosted > 1:  # parts of a fleet's rows that do not lie together
             store = self._new(self._hosted, sum(self._widths)) if self.overlap else self._snapshots()
-            snap, extras, buffers = store.split(self._widths, dim=1)
+            snap, extras, buffers = self._split(store)
             for i in range(self._hosted):
                 self._sums[i] = self.rows.pack(i, snap[i])
                 self._pack_beside(i, extras[i], buffers[i])
@@ -123,16 +126,25 @@ class Snapshots:
             return snap.unsqueeze(0), extras.unsqueeze(0), buffers.unsqueeze(0)
         snap = self.rows.matrix
         self._sums = list(snap.sum(dim=1, dtype=self.rows.dtype))
-        extras, buffers = self._new(self._hosted, sum(self._widths[1:])).split(self._widths[1:], dim=1)
+        extras, buffers = self._new(self._hosted, self._num_extras), self._new(self._hosted, self._widths[2])
         for i in range(self._hosted):
             self._pack_beside(i, extras[i], buffers[i])
         return snap, extras, buffers
 
+    @property
+    def _num_extras(self) -> int:
+        return self.state.width_of(self.number) if self._widths[1] else 0
+
+    def _split(self, store: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Parameters, as much optimizer state as travels, and buffers."""
+        snap, extras, buffers = store.split(self._widths, dim=1)
+        return snap, extras[:, : self._num_extras], buffers
+
     def _lone_parts(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where a lone model's parameters and optimizer state lie in ``flat``, and a place for its buffers."""
-        if flat is self._flat and self._lone is not None:
+        if flat is self._flat and self._lone is not None and self._lone[1].numel() == self._num_extras:
             return self._lone
-        snap, extras = flat[: sum(self._widths[:2])].split(self._widths[:2])
+        snap, extras = flat[: self._widths[0] + self._num_extras].split([self._widths[0], self._num_extras])
         lone = snap, extras, self._new(self._widths[2])
         if flat is self._flat:
             self._lone = lone
@@ -141,13 +153,13 @@ class Snapshots:
 
     def _pack_beside(self, i: int, extras: Tensor, buffers: Tensor) -> None:
         """What travels beside worker i's parameters."""
-        if self._widths[1]:
-            self.state.pack(i, extras)
+        if extras.numel():
+            self.state.pack(i, extras, self.number)
         if self._widths[2]:
             self.buffers.pack(i, buffers)
 
     def state_dict(self, *, with_snapshots: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"buffers": self.buffers.state_dict()}
+        state: dict[str, Any] = {"buffers": self.buffers.state_dict(), "number": self.number}
         if with_snapshots:
             state["snapshots"] = self._snapshots().clone()
         return state
@@ -161,6 +173,7 @@ class Snapshots:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.buffers.load_state_dict(state["buffers"])
+        self.number = int(state["number"])
         if "snapshots" in state:
             self._snapshots().copy_(state["snapshots"])
             self._sums = list(self.captured().sum(dim=1))

@@ -14,7 +14,7 @@ What differs is told in docs/integrations/accelerate.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
@@ -58,7 +58,7 @@ class LocalSGD:
         *,
         averaging: Averaging | Wire | None = None,
         overlap: int | Literal["auto"] = 0,
-        optimizer_state: str = "keep",
+        optimizer_state: str | Mapping[str, int] = "keep",
         timeout_seconds: float | None = None,
         done_timeout_seconds: float = 3600.0,
         on_record: Callable[[Record], None] | None = None,

@@ -203,9 +203,10 @@ class Config:
             raise ValueError(f"processes must be at most the number of workers {self.workers}, got {self.processes}")
         assert self.overlap is not None
         parts = self.parts()
-        setting = Setting.of(parts.schedule, self.workers, self.overlap, parts.optimizer_state)
+        mode = parts.optimizer_state if isinstance(parts.optimizer_state, str) else "average"
+        setting = Setting.of(parts.schedule, self.workers, self.overlap, mode)
         parts.schedule.check(self.workers, setting.overlap)
-        if parts.optimizer_state == "average" and self.overlap not in (0, 1):
+        if mode == "average" and self.overlap not in (0, 1):
             raise ValueError(f"overlap must be 0 or 1 with method {self.method}, got {self.overlap!r}")
         check_fragments(parts.fragments, parts.schedule, parts.averaging, setting)
         try:

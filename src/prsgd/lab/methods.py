@@ -5,8 +5,9 @@ The parts are named through ``prsgd``, which loads them when a row is built: rea
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,13 @@ class Parts:
 
     schedule: Schedule
     averaging: Averaging
-    optimizer_state: str = "keep"
+    optimizer_state: str | Mapping[str, int] = "keep"
     fragments: int = 1
     """At most: a model with fewer layers has as many as those, unless the user asked for more."""
 
     def __str__(self) -> str:
-        state = "" if self.optimizer_state == "keep" else f', optimizer_state="{self.optimizer_state}"'
+        kept = self.optimizer_state if isinstance(self.optimizer_state, str) else dict(self.optimizer_state)
+        state = "" if kept == "keep" else f", optimizer_state={json.dumps(kept)}"
         fragments = "" if self.fragments == 1 else f", fragments={self.fragments}"
         return f"{_typed(self.schedule)} + {_typed(self.averaging)}{state}{fragments}"
 
@@ -248,11 +250,10 @@ METHODS = {
         is_outer=True,
     ),
     "sparseloco": Method(
-        "DiLoCo that sends the largest fiftieth of what each worker has changed; the rest is added to the next change. "
-        "As published the workers' own optimizer is AdamW (--optimizer adamw), and the values travel in 2 bits: here "
-        "they travel whole.",
+        "DiLoCo that sends the largest fiftieth of what each worker has changed, each number in 2 bits; the rest is "
+        "added to the next change. As published the workers' own optimizer is AdamW (--optimizer adamw).",
         "Sarfi et al. 2025",
-        lambda given: Parts(prsgd.every(given.period), given.outer(prsgd.sparse(0.02), lr=0.7, momentum=0.9)),
+        lambda given: Parts(prsgd.every(given.period), given.outer(prsgd.sparse(0.02, bits=2), lr=0.7, momentum=0.9)),
         is_outer=True,
     ),
     "local-adamw": Method(
@@ -272,6 +273,15 @@ METHODS = {
         "Local AdamW whose workers forget both moments at every average.",
         "PR-SGD with AdamW",
         lambda given: Parts(prsgd.every(given.period), prsgd.mean(given.weights), optimizer_state="reset"),
+        optimizer="adamw",
+    ),
+    "des-loc": Method(
+        "Local AdamW that averages the models every PERIOD steps, the first moments every third time and the second "
+        "moments every sixth: half of the bytes that averaging all of them would take.",
+        "Iacob et al. 2025",
+        lambda given: Parts(
+            prsgd.every(given.period), prsgd.mean(given.weights), optimizer_state={"exp_avg": 3, "exp_avg_sq": 6}
+        ),
         optimizer="adamw",
     ),
 }
@@ -319,7 +329,7 @@ def _typed(part: Any) -> str:
     words = []
     for f in fields(part):
         value, default = getattr(part, f.name), f.default if f.default_factory is MISSING else f.default_factory()
-        if not f.repr or (f.name in ("weights", "seed", "way", "wire", "clip", "of") and value == default):
+        if not f.repr or (value == default and (value is None or f.name in ("weights", "seed", "way", "of"))):
             continue
         word = _typed(value) if is_dataclass(value) else repr(value)
         words.append(word if default is MISSING else f"{f.name}={word}")

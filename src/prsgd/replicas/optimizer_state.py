@@ -17,10 +17,18 @@ from prsgd.replicas.rows import local, room
 
 
 class OptimizerState:
-    """The hosted workers' optimizer state, each worker's as one row."""
+    """The hosted workers' optimizer state, each worker's as one row.
+
+    ``every``: by what the optimizers call it, in every how many averages it travels; None: all of it, in each.
+    """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], workers: Sequence[Mapping[str, Parameter]], *, mode: str
+        self,
+        optimizers: Sequence[Optimizer],
+        workers: Sequence[Mapping[str, Parameter]],
+        *,
+        mode: str,
+        every: Mapping[str, int] | None = None,
     ) -> None:
         self._optimizers = optimizers
         if mode != "keep":
@@ -32,22 +40,27 @@ class OptimizerState:
                 for p in group["params"]:
                     keys.setdefault(p, []).extend((optimizer, name) for name in names)
         self._places = [[(o, p, k) for p in ps for o, k in keys.get(p, [])] for ps in self._workers]
+        self._every = dict.fromkeys((k for _, _, k in self._places[0]), 1) if every is None else every
+        if every is not None:
+            self._keep_all_but(every, sorted({key for kept in keys.values() for _, key in kept}))
         self.width = sum(room(p) for _, p, _ in self._places[0])  # in all processes that have shards of a model
 
     def describe(self) -> list[str]:
         return [f"optimizer state {key!r} {list(p.shape)}" for _, p, key in self._places[0]]
 
-    def pack(self, i: int, out: Tensor) -> None:
-        """out <- worker i's state; zeros before its first step."""
-        if not self.width:
-            return
-        out[sum(local(p).numel() for _, p, _ in self._places[i]) :] = 0
-        for value, _, part in self._parts(i, out):
+    def width_of(self, average: int) -> int:
+        """How much of it travels with the average of this number."""
+        return sum(room(p) for _, p, _ in self._due(0, average))
+
+    def pack(self, i: int, out: Tensor, average: int) -> None:
+        """out <- worker i's state that travels with this average; zeros before its first step."""
+        out[sum(local(p).numel() for _, p, _ in self._due(i, average)) :] = 0
+        for value, _, part in self._parts(i, out, average):
             part.zero_() if value is None else part.copy_(local(value))
 
-    def write(self, i: int, row: Tensor) -> None:
-        """Give worker i the state of a row; one that has not stepped yet has none and stays so."""
-        for value, _, part in self._parts(i, row):
+    def write(self, i: int, row: Tensor, average: int) -> None:
+        """Give worker i the state of a row of this average; one that has not stepped yet has none and stays so."""
+        for value, _, part in self._parts(i, row, average):
             if value is not None:
                 local(value).copy_(part)
 
@@ -57,8 +70,19 @@ class OptimizerState:
             for optimizer in self._optimizers:
                 optimizer.state.pop(p, None)
 
-    def _parts(self, i: int, row: Tensor) -> list[tuple[Tensor | None, Parameter, Tensor]]:
-        places = self._places[i]
+    def _keep_all_but(self, every: Mapping[str, int], known: Sequence[str]) -> None:
+        """What is not named stays with each worker; a ValueError if something named is not ``known``."""
+        for key in every:
+            if key not in known:
+                kept = ", ".join(known) or "nothing"
+                raise ValueError(f"optimizer_state names {key!r}, and the optimizer keeps {kept}")
+        self._places = [[place for place in places if place[2] in every] for places in self._places]
+
+    def _due(self, i: int, average: int) -> list[tuple[Optimizer, Parameter, str]]:
+        return [place for place in self._places[i] if average % self._every[place[2]] == 0]
+
+    def _parts(self, i: int, row: Tensor, average: int) -> list[tuple[Tensor | None, Parameter, Tensor]]:
+        places = self._due(i, average)
         shapes = [local(p).shape for _, p, _ in places]
         sizes = [shape.numel() for shape in shapes]
         views = row.split([*sizes, row.numel() - sum(sizes)]) if places else ()

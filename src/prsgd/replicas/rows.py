@@ -112,6 +112,11 @@ class Rows:
         self._parts.append(Rows(workers, matrix))
         return self._parts[-1]
 
+    @property
+    def parts(self) -> Sequence[Rows]:
+        """The rows of each fragment, or of the whole where it travels at once."""
+        return self._parts or [self]
+
     def refresh(self) -> None:
         """Follow a user's model whose tensors were replaced (``p.data = ...``) by others of the same kind."""
         if self.matrix is not None:

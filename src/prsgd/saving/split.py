@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from prsgd.core.local_sgd import LocalSGD
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
-from prsgd.replicas.rows import is_shard
+from prsgd.replicas.rows import Rows, is_shard
 from prsgd.replicas.rows import local as here
 from prsgd.replicas.sharded import slice_of
 from prsgd.saving.finding import KEEP, gathered
@@ -133,9 +133,9 @@ def _taken_apart(run: LocalSGD, optimizers: Sequence[Optimizer]) -> tuple[dict[s
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors: Tensors = {f"model/{name}": p.detach() for name, p in named.items()}
     rows = []
-    for path, container in _rows(state, run.host.rows.width):
+    for path, container in _rows(state, run.host.rows):
         rows.append([list(path), container[path[-1]].dim()])
-        tensors |= _cut(run, "/".join(map(str, path)), container[path[-1]])
+        tensors |= _cut(run, path, container[path[-1]])
         container[path[-1]] = None
     saved = []
     for o, optimizer in enumerate(optimizers):
@@ -172,8 +172,7 @@ def _wanted(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, folder: P
         )
     tensors: Tensors = {f"model/{name}": torch.zeros_like(p.detach()) for name, p in named.items()}
     for path, _ in tree["rows"]:
-        row = torch.zeros(run.host.rows.width, dtype=run.host.rows.dtype, device=run.host.rows.device)
-        tensors |= _cut(run, "/".join(map(str, path)), row)
+        tensors |= _cut(run, path, _room(_part(run.host.rows, path)))
     names = {id(p): name for name, p in named.items()}
     for o, (optimizer, saved) in enumerate(zip(optimizers, tree["optimizers"])):
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -190,11 +189,12 @@ def _wanted(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, folder: P
 
 def _put_together(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, tensors: Tensors) -> None:
     """Give everybody what was read."""
-    model, state, rows = _bare(run.host.modules[0]), tree["local"], run.host.rows
+    model, state = _bare(run.host.modules[0]), tree["local"]
     named = dict(model.named_parameters())
     names = {id(p): name for name, p in named.items()}
     for path, dim in tree["rows"]:
-        row, start = torch.zeros(rows.width, dtype=rows.dtype, device=rows.device), 0
+        rows, start = _part(run.host.rows, path), 0
+        row = _room(rows)
         for p in rows.workers[0].values():
             piece = here(tensors[f"{'/'.join(map(str, path))}/{names[id(p)]}"])
             row[start : start + piece.numel()] = piece.flatten()
@@ -288,9 +288,10 @@ def _add_losses(own: Any, others: Sequence[Any], size: int) -> None:
         own["loss"], own["losses"] = own["loss"] * size / len(each), each[0] * size
 
 
-def _rows(state: Any, width: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _rows(state: Any, rows: Rows) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The way to each row of the averagings' memories and of the gradients that are kept, and what it lies in."""
     for n, lane in enumerate(state["lanes"]):
+        width = rows.parts[n].width
         for key, value in lane["averaging"].items():
             if isinstance(value, Tensor) and value.dim() in (1, 2) and value.numel() == value.shape[-1] == width:
                 yield ("lanes", n, "averaging", key), lane["averaging"]
@@ -300,11 +301,21 @@ def _rows(state: Any, width: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
             yield ("noise", "before", i), before
 
 
-def _cut(run: LocalSGD, label: str, row: Tensor) -> Tensors:
+def _part(rows: Rows, path: Sequence[Any]) -> Rows:
+    """Of what a row on this way is: a lane's fragment, or the whole."""
+    return rows.parts[int(path[1])] if path[0] == "lanes" else rows
+
+
+def _room(rows: Rows) -> Tensor:
+    return torch.zeros(rows.width, dtype=rows.dtype, device=rows.device)
+
+
+def _cut(run: LocalSGD, path: Sequence[Any], row: Tensor) -> Tensors:
     """A row as tensors that lie as the parameters do."""
+    label = "/".join(map(str, path))
     names = {id(p): name for name, p in _bare(run.host.modules[0]).named_parameters()}
     tensors, start, flat = {}, 0, row.view(-1)
-    for p in run.host.rows.workers[0].values():
+    for p in _part(run.host.rows, path).workers[0].values():
         shape = here(p).shape
         piece = flat[start : start + shape.numel()].view(shape)
         tensors[f"{label}/{names[id(p)]}"] = slice_of(p, piece) if is_shard(p) else piece

@@ -53,7 +53,7 @@ class LocalSGDStrategy(ShowsAverage):
         schedule: Schedule,
         averaging: Averaging | Wire | None = None,
         overlap: int | Literal["auto"] = 0,
-        optimizer_state: str = "keep",
+        optimizer_state: str | Mapping[str, int] = "keep",
         timeout_seconds: float | None = None,
         done_timeout_seconds: float = 3600.0,
         on_record: Callable[[Record], None] | None = None,
