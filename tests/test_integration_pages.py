@@ -99,7 +99,7 @@ def test_a_version_out_of_range_is_one_line(at_least: str, below: str, said: str
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / "integrations" / page).read_text(), re.DOTALL)
 
 
 def test_slurms_script_is_one_and_what_it_starts_trains(tmp_path: Path) -> None:
