@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from prsgd.schedules.fixed import every, once, per_worker
     from prsgd.schedules.growing import growing
     from prsgd.schedules.speed import measured, timed
+    from prsgd.tasks.own import task
     from prsgd.theory.probe import probe
 
 __version__ = "0.1.0"
@@ -102,6 +103,7 @@ _HOME = {
     "save": "saving.checkpoints",
     "sparse": "averaging.wires.sparse",
     "steady": "averaging.steady",
+    "task": "tasks.own",
     "timed": "schedules.speed",
     "together": "core.several",
 }
@@ -158,6 +160,7 @@ __all__ = [
     "save",
     "sparse",
     "steady",
+    "task",
     "timed",
     "together",
 ]
