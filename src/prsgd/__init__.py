@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from prsgd.comm.torch_ft import TorchFT
     from prsgd.core.local_sgd import LocalSGD
     from prsgd.core.several import epoch, finish, together
+    from prsgd.core.watching import watch
     from prsgd.errors import (
         AverageTimeout,
         CheckpointError,
@@ -106,6 +107,7 @@ _HOME = {
     "task": "tasks.own",
     "timed": "schedules.speed",
     "together": "core.several",
+    "watch": "core.watching",
 }
 
 __all__ = [
@@ -163,6 +165,7 @@ __all__ = [
     "task",
     "timed",
     "together",
+    "watch",
 ]
 
 

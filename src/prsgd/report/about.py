@@ -216,7 +216,9 @@ def _typed(config: dict[str, Any]) -> list[str]:
         **({} if own is None else {key: str(value) for key, value in asdict(own).items() if key != "lr"}),
     }
     shown = {key: value for key, value in given.items() if value is not None and str(value) != usual.get(key)}
-    return [f"--{key.replace('_', '-')} {shlex.quote(value) if key in _PATHS else value}" for key, value in shown.items()]
+    return [
+        f"--{key.replace('_', '-')} {shlex.quote(value) if key in _PATHS else value}" for key, value in shown.items()
+    ]
 
 
 def environments(groups: Sequence[Group]) -> dict[str, str]:

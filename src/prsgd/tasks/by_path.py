@@ -1,4 +1,4 @@
-"""A user's own task by where it is: ``mytask.py``, ``mytask.py:name``, ``package.module`` or ``package.module:name``."""
+"""A user's own task by where it is: ``mytask.py`` or ``package.module``, and if it has several, ``mytask.py:name``."""
 
 from __future__ import annotations
 

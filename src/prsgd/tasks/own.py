@@ -1,4 +1,4 @@
-"""A task of the user's own: what ``prsgd.task`` makes of a model, data and a loss, and what is tried before it is run."""
+"""``prsgd.task``: a task of the user's own, of a model, data and a loss; and what is tried before it is run."""
 
 from __future__ import annotations
 
