@@ -194,4 +194,5 @@ def _what(configs: list[Config]) -> str:
 
     one = configs[0]
     length = number_of(one.steps, "step") if one.epochs is None else number_of(one.epochs, "epoch")
-    return f"{tasks.short(one.task)}, {one.model}, {number_of(one.workers, 'worker')}, batch {one.batch_size} each, {length}"
+    workers = number_of(one.workers, "worker")
+    return f"{tasks.short(one.task)}, {one.model}, {workers}, batch {one.batch_size} each, {length}"

@@ -131,8 +131,8 @@ def _what(config: Config) -> str:
 
     length = number_of(config.steps, "step") if config.epochs is None else number_of(config.epochs, "epoch")
     return (
-        f"{tasks.short(config.task)}, {config.model}: {config.label}, {config.workers} workers, batch {config.batch_size} each, "
-        f"{length}"
+        f"{tasks.short(config.task)}, {config.model}: {config.label}, {config.workers} workers, "
+        f"batch {config.batch_size} each, {length}"
     )
 
 

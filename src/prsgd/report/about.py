@@ -51,7 +51,8 @@ def what_was_run(groups: Sequence[Group]) -> list[str]:
     workers = _values(runs, "workers")
     return [
         f"{workers} worker{'' if workers == '1' else 's'} trained the model {_values(runs, 'model')} on "
-        f"{tasks.short(_values(runs, 'task'))} for {length}, each with batches of {_values(runs, 'batch_size')} samples of its own.",
+        f"{tasks.short(_values(runs, 'task'))} for {length}, each with batches of {_values(runs, 'batch_size')} "
+        "samples of its own.",
         f"The optimizer is {_optimizer(runs)}; {_recipe(groups)}.",
         split_sentence(_values(runs, "split")),
         _compared(groups),
@@ -216,9 +217,8 @@ def _typed(config: dict[str, Any]) -> list[str]:
         **({} if own is None else {key: str(value) for key, value in asdict(own).items() if key != "lr"}),
     }
     shown = {key: value for key, value in given.items() if value is not None and str(value) != usual.get(key)}
-    return [
-        f"--{key.replace('_', '-')} {shlex.quote(value) if key in _PATHS else value}" for key, value in shown.items()
-    ]
+    shown |= {key: shlex.quote(shown[key]) for key in _PATHS if key in shown}
+    return [f"--{key.replace('_', '-')} {value}" for key, value in shown.items()]
 
 
 def environments(groups: Sequence[Group]) -> dict[str, str]:

@@ -96,13 +96,13 @@ def _task(place: Place, content: bytes) -> Task:
     found = {name: value for name, value in values.items() if isinstance(value, Task)}
     if place.which is not None:
         if place.which not in found:
-            raise ValueError(f"task {place.path} has no task called {place.which!r}{_listed(found)}")
+            raise ValueError(f"task {place.path} holds none called {place.which!r}{_listed(found)}")
         return replace(found[place.which], name=place.name)
     if len(found) > 1:
         one = next(iter(found))
-        raise ValueError(f"task {place.path} has several{_listed(found)}; say which, as in {place.name}:{one}")
+        raise ValueError(f"task {place.path} holds several{_listed(found)}; say which, as in {place.name}:{one}")
     if not found:
-        raise ValueError(f"task {place.path} has none: it needs a line like {EXAMPLE}")
+        raise ValueError(f"task {place.path} holds none{_listed(found)}")
     return replace(next(iter(found.values())), name=place.name)
 
 
