@@ -87,7 +87,7 @@ def overview(
 ) -> Overview:
     """Of a run with these ``records``. ``travels``: do averages leave this process, or would they on the cluster that
     is modelled? ``chosen``: does the overlap choose itself?"""
-    last = records[-1] if records else None
+    last = next((record for record in reversed(records) if record.period), None)  # a run may end with one of no steps
     return Overview(
         rounds=totals.rounds,
         steps=steps,
