@@ -85,6 +85,11 @@ def test_the_examples_are_compared(
     assert len(path.read_text().splitlines()) <= 30
 
 
+def test_the_page_shows_the_example() -> None:
+    code = (EXAMPLES / "csv_task.py").read_text().partition('"""\n')[2]
+    assert code in (EXAMPLES.parent.parent / "docs" / "own-task.md").read_text()
+
+
 def test_the_csv_is_learned(tmp_path: Path) -> None:
     path = tmp_path / "csv_task.py"
     shutil.copy(EXAMPLES / "csv_task.py", path)

@@ -49,8 +49,9 @@ class Overview:
     def __str__(self) -> str:
         drift = "not known" if self.drift is None else f"{self.drift:.4g}"
         last = "" if self.period is None else f"; the last period {self.period}, overlap {self.overlap}"
+        workers = f"{self.workers:,} worker{'' if self.workers == 1 else 's'}"
         lines = [
-            f"{self.rounds:,} rounds in {self.steps:,} steps, {self.workers:,} workers{last}",
+            f"{self.rounds:,} rounds in {self.steps:,} steps, {workers}{last}",
             f"{self.bytes_sent / 1e6:,.4g} MB sent by each worker; drift {drift}",
             f"waited {self.wait_seconds:,.3g} of {self.seconds:,.3g} s; {self.advice}",
         ]
