@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from prsgd.comm.torch_ft import TorchFT
     from prsgd.core.local_sgd import LocalSGD
     from prsgd.core.several import epoch, finish, together
+    from prsgd.core.watching import watch
     from prsgd.errors import (
         AverageTimeout,
         CheckpointError,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from prsgd.schedules.fixed import every, once, per_worker
     from prsgd.schedules.growing import growing
     from prsgd.schedules.speed import measured, timed
+    from prsgd.tasks.own import task
     from prsgd.theory.probe import probe
 
 __version__ = "0.1.0"
@@ -104,8 +106,10 @@ _HOME = {
     "save": "saving.checkpoints",
     "sparse": "averaging.wires.sparse",
     "steady": "averaging.steady",
+    "task": "tasks.own",
     "timed": "schedules.speed",
     "together": "core.several",
+    "watch": "core.watching",
 }
 
 __all__ = [
@@ -161,8 +165,10 @@ __all__ = [
     "save",
     "sparse",
     "steady",
+    "task",
     "timed",
     "together",
+    "watch",
 ]
 
 

@@ -5,7 +5,7 @@ A task names one of these; evaluations and summaries hold its name beside the nu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,41 @@ BITS_PER_BYTE = Metric(
     most=0.01,
     relative=True,
 )
+SCORE = Metric(
+    name="score",
+    higher_is_better=True,
+    column="score",
+    axis="test score",
+    live="test score",
+    heading="Test score against epochs",
+    caption="What the task's own metric says of the consensus on the test samples, which nobody trained on; higher is "
+    "better.",
+    plain="{:.4g}",
+    digits=4,
+    value="{:.4g}",
+    said="test score {}",
+    amount="a test score of {}",
+    better="had a better score than",
+    best="the best",
+    difference="small differences",
+    least=0.005,
+    most=0.01,
+    relative=True,
+)
+ERROR = replace(
+    SCORE,
+    name="error",
+    higher_is_better=False,
+    column="error",
+    axis="test error",
+    live="test error",
+    heading="Test error against epochs",
+    caption=SCORE.caption.replace("higher", "lower"),
+    said="test error {}",
+    amount="a test error of {}",
+    better="had a smaller error than",
+)
+"""These two are a user's own, of which only the direction is known."""
 TRAINING_LOSS = Metric(
     name="training loss",
     higher_is_better=False,
@@ -127,7 +162,7 @@ TRAINING_LOSS = Metric(
 )
 """What stands in for a metric where a task has none."""
 
-METRICS = {metric.name: metric for metric in (ACCURACY, BITS_PER_BYTE)}
+METRICS = {metric.name: metric for metric in (ACCURACY, BITS_PER_BYTE, SCORE, ERROR)}
 
 
 def find(name: str | None) -> Metric:

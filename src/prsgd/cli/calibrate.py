@@ -69,7 +69,7 @@ def measure(config: Any, steps: int) -> Cluster:
     from prsgd.lab.optimizer import optimizer_of
 
     torch.set_num_threads(1)
-    task = tasks.find(config.task)
+    task = tasks.find(config.task, config.task_sha256)
     comm = prsgd.init()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     model = task.models[config.model]().to(device)
@@ -82,7 +82,7 @@ def measure(config: Any, steps: int) -> Cluster:
         task.loss_fn(model(x), y).backward()
         optimizer.step()
 
-    return calibrate(model, optimizer, step, comm, steps=steps, name=f"calibrated-{config.task}")
+    return calibrate(model, optimizer, step, comm, steps=steps, name=f"calibrated-{tasks.short(config.task)}")
 
 
 def text(cluster: Cluster) -> str:

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prsgd import files
+from prsgd import files, tasks
 from prsgd._check import shown
 from prsgd.cli.options import RUN, add_place_options, add_run_options, merged, new_folder
 from prsgd.cli.parser import Parser, fail, refusing
@@ -39,7 +39,6 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     with refusing("compare"):
         configs, folder, at_once = _ask(args)
-    from prsgd import tasks
     from prsgd.cli.display import Display, number_of
     from prsgd.cli.running import STOPPED, failing, interruptible
     from prsgd.lab.compare import compare
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from prsgd.lab.pool import Failure
 
     names = [f"{c.label}, seed {c.seed}" for c in configs]
-    metric = tasks.find(configs[0].task).metric
+    metric = tasks.find(configs[0].task, configs[0].task_sha256).metric
     print(f"{_what(configs)}: {number_of(len(configs), 'run')} in {folder}", file=sys.stderr)
     with interruptible() as asked, failing("compare", folder), Display(names, metric) as display:
 
@@ -128,7 +127,7 @@ def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
         folder = args.resume
     else:
         configs = variants(given)
-        folder = args.out or new_folder(f"compare-{configs[0].task}")
+        folder = args.out or new_folder(f"compare-{tasks.short(configs[0].task)}")
     plain_warnings()
     if at_once is None:
         at_once = max(1, (os.cpu_count() or 1) // max(c.processes for c in configs))
@@ -146,7 +145,6 @@ def _ask(args: argparse.Namespace) -> tuple[list[Config], Path, int]:
 
 def variants(given: dict[str, Any]) -> list[Config]:
     """Every method with every period and overlap, for every seed; methods without a period once."""
-    from prsgd import tasks
     from prsgd.lab import methods
     from prsgd.lab.config import Config
 
@@ -196,4 +194,5 @@ def _what(configs: list[Config]) -> str:
 
     one = configs[0]
     length = number_of(one.steps, "step") if one.epochs is None else number_of(one.epochs, "epoch")
-    return f"{one.task}, {one.model}, {number_of(one.workers, 'worker')}, batch {one.batch_size} each, {length}"
+    workers = number_of(one.workers, "worker")
+    return f"{tasks.short(one.task)}, {one.model}, {workers}, batch {one.batch_size} each, {length}"

@@ -60,7 +60,7 @@ _OUTER = ", ".join(name for name, method in METHODS.items() if method.is_outer)
 _BY_CLOCK = " or ".join(name for name, method in METHODS.items() if method.by_clock)
 
 OPTIONS = (
-    Option("task", WHAT, f"{', '.join(MODULES)} (digits)"),
+    Option("task", WHAT, f"{', '.join(MODULES)} (digits); or a file of your own, mytask.py (docs/own-task.md)"),
     Option("model", WHAT, "one of the task's models (its first)"),
     Option("data", WHAT, "train on this file instead, of any bytes (text)", "FILE"),
     Option("split", WHAT, "who has which data: pool, iid, dirichlet:ALPHA or, of text, era (iid)"),

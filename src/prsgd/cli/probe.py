@@ -25,7 +25,7 @@ MOST_LOOKS = 1000
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("--task", default="digits", help=f"{', '.join(MODULES)} (digits)")
+    parser.add_argument("--task", default="digits", help=f"{', '.join(MODULES)} (digits), or a file of your own")
     parser.add_argument("--model", help="one of the task's models (its first)")
     parser.add_argument("--batch-size", type=int, metavar="B", help="of one worker")
     parser.add_argument("--steps", type=int, default=200, metavar="T", help="of one worker's training (200)")
@@ -73,7 +73,7 @@ def _walk(config: Config, looks: int) -> Probed:
     from prsgd.theory.probe import merged, probe
 
     torch.set_num_threads(1)
-    task = tasks.find(config.task)
+    task = tasks.find(config.task, config.task_sha256)
     data = feed.load(config)
     torch.manual_seed(config.seed)
     model = task.models[config.model or ""]()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prsgd import files
+from prsgd import files, tasks
 from prsgd._check import whole_number
 from prsgd.cli.options import RUN, add_place_options, add_run_options, merged, new_folder
 from prsgd.cli.parser import Parser, refusing
@@ -33,7 +33,6 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     with refusing("train"):
         config, folder, begun = _ask(args)
-    from prsgd import tasks
     from prsgd.cli.display import Display
     from prsgd.cli.running import STOPPED, failing, interruptible
     from prsgd.lab.folder import finished_run
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if summary is not None:
         print(f"{folder} was finished already", file=sys.stderr)
         return _tell(config, folder, summary, args.json) if first else 0
-    names, metric = [config.label], tasks.find(config.task).metric
+    names, metric = [config.label], tasks.find(config.task, config.task_sha256).metric
     if first:
         print(f"{_what(config)}\n{'continuing' if begun else 'in'} {folder}", file=sys.stderr)
     try:
@@ -108,7 +107,7 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
         check_checkpoints(config, folder)
     else:
         config = Config.from_dict(given).resolve()
-        folder = args.out or new_folder(f"{config.task}-{config.folder_name}")
+        folder = args.out or new_folder(f"{tasks.short(config.task)}-{config.folder_name}")
     if ours is not None:  # torchrun has a process count of its own
         config = dataclasses.replace(config, processes=ours.size).resolve()
     check(config)
@@ -132,8 +131,8 @@ def _what(config: Config) -> str:
 
     length = number_of(config.steps, "step") if config.epochs is None else number_of(config.epochs, "epoch")
     return (
-        f"{config.task}, {config.model}: {config.label}, {config.workers} workers, batch {config.batch_size} each, "
-        f"{length}"
+        f"{tasks.short(config.task)}, {config.model}: {config.label}, {config.workers} workers, "
+        f"batch {config.batch_size} each, {length}"
     )
 
 

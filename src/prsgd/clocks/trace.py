@@ -47,15 +47,24 @@ class Trace:
     >>> trace.add("step", (0, 1), (1.0, 0.0), (2.0, 3.0), (2, 1))
     >>> [(span.worker, span.begin, span.end) for span in trace.spans()]
     [(0, 0.0, 1.0), (1, 0.0, 3.0), (0, 1.0, 2.0)]
+    >>> trace.seconds["step"]
+    5.0
     """
 
     def __init__(self, spans: int = SPANS) -> None:
         self._entries: deque[tuple[str, Any, Any, Any, Any]] = deque()
         self._most, self._held = spans, 0
+        self.seconds = dict.fromkeys(KINDS, 0.0)
+        """By kind, of all workers together: also of spans that are no longer kept."""
 
     def add(self, kind: str, worker: Any, begin: Any, end: Any, number: Any) -> None:
         self._entries.append((kind, worker, begin, end, number))
-        self._held += 1 if isinstance(worker, int) else len(worker)
+        if isinstance(worker, int):
+            self._held += 1
+            self.seconds[kind] += end - begin
+        else:
+            self._held += len(worker)
+            self.seconds[kind] += float(sum(end) - sum(begin))
         while self._held > self._most:
             gone = self._entries.popleft()[1]
             self._held -= 1 if isinstance(gone, int) else len(gone)

@@ -15,10 +15,12 @@ import prsgd
 from prsgd.averaging.base import Averaging
 from prsgd.averaging.wires.base import Wire
 from prsgd.clocks.trace import Trace
+from prsgd.clocks.wall import WallClock
 from prsgd.comm.base import Communicator
 from prsgd.core.assemble import assemble
 from prsgd.core.look import look
 from prsgd.core.newcomers import Newcomers
+from prsgd.core.overview import Overview, overview
 from prsgd.core.resuming import check_setup, damage_named
 from prsgd.core.start import alike, enter
 from prsgd.errors import AverageTimeout, UsageError
@@ -154,6 +156,31 @@ class LocalSGD:
     def trace(self) -> Trace:
         """What the hosted workers did when: the newest steps and averages."""
         return self._clock.trace
+
+    def summary(self) -> Overview:
+        """Where the run stands and what to change, as this process sees it: rounds, bytes, how much of the time is
+        waited, drift, and an advice. It is no collective and waits for nothing; ``print`` shows it.
+
+        >>> import torch, prsgd
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(8)).summary().advice
+        'no average is complete yet'
+        """
+        records, totals, seconds = self._ledger.records, self._ledger.totals, self._clock.trace.seconds
+        waited = seconds["blocked"] + seconds["wait"]
+        on_the_wall = isinstance(self._clock, WallClock)  # where all hosted workers share a row of the trace
+        rows = 1 if on_the_wall else len(self._comm.workers)
+        return overview(
+            records,
+            totals,
+            steps=self.step,
+            workers=self._comm.num_workers,
+            seconds=(seconds["step"] + waited) / rows,
+            wait_seconds=waited / rows,
+            travels=not on_the_wall or len(self._comm.workers) < self._comm.num_workers,
+            chosen=self._parts.setup["overlap"] == "auto",
+        )
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-from prsgd.core.local_sgd import LocalSGD
-from prsgd.records import Record
 from prsgd.schedules.auto import auto
 from prsgd.schedules.base import Schedule
 from prsgd.schedules.changing import post_local, quadratic
@@ -49,15 +47,6 @@ def require_schedule(schedule: object) -> None:
     """Raise a ValueError, before anything is set up, unless it is one."""
     if isinstance(schedule, type) or not isinstance(schedule, Schedule):
         raise ValueError(f"schedule must be a schedule such as every(8), got {schedule!r}")
-
-
-def told(local: LocalSGD, record: Record) -> dict[str, float]:
-    """What the libraries' logs show of a run, when ``record`` has become complete."""
-    numbers: dict[str, float] = {"prsgd/rounds": local.totals.rounds, "prsgd/bytes_sent": local.totals.bytes_sent}
-    numbers |= {"prsgd/wait_seconds": local.totals.wait_seconds, "prsgd/period": record.period}
-    if record.drift is not None:
-        numbers["prsgd/drift"] = record.drift
-    return numbers
 
 
 def _numbers(text: str) -> tuple[int, ...]:

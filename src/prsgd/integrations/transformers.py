@@ -27,8 +27,9 @@ from prsgd.averaging.wires.base import Wire
 from prsgd.comm.joining import current
 from prsgd.core.local_sgd import LocalSGD
 from prsgd.core.start import host_of
+from prsgd.core.watching import told
 from prsgd.errors import UsageError
-from prsgd.integrations import keeps_step, require, require_schedule, told
+from prsgd.integrations import keeps_step, require, require_schedule
 from prsgd.records import Record
 from prsgd.schedules.base import Schedule
 

@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+from prsgd import tasks
 from prsgd._check import shown, whole_number
 from prsgd.comm import job
 from prsgd.data import splits
 from prsgd.lab import feed, methods
 from prsgd.lab.checkpoint import Checkpoints, newest_common
 from prsgd.lab.config import MOST, Config
+from prsgd.tasks.own import try_out
 
 MOST_PROCESSES = 1024
 """That we start on this machine: each imports torch."""
@@ -28,6 +30,18 @@ def check(config: Config) -> None:
             f"epochs must be at most {MOST // length:,} for {length:,} steps each, got {shown(config.epochs)}"
         )
     config.parts(feed.num_steps(config, shards))  # what does not fit into the run is refused by its part
+    if config.task_sha256 is not None:
+        _try_out(config)
+
+
+def _try_out(config: Config) -> None:
+    """A user's own task: before a run that would fail at its first step has a folder."""
+    assert config.model is not None
+    assert config.batch_size is not None
+    try:
+        try_out(tasks.find(config.task, config.task_sha256), model=config.model, batch_size=config.batch_size)
+    except ValueError as error:
+        raise ValueError(f"task {config.task}: {error}") from None
 
 
 def warn_about(configs: Iterable[Config]) -> None:

@@ -40,6 +40,9 @@ class Config:
     """
 
     task: str = "digits"
+    """By name, or a file of the user's own."""
+    task_sha256: str | None = None
+    """Of that file, when the run was begun."""
     model: str | None = None
     method: str = "pr-sgd"
     workers: int = 8
@@ -60,7 +63,7 @@ class Config:
     data: str | None = None
     """A file of the user's own, for a task that takes one."""
     data_sha256: str | None = None
-    """Of that file, when the run was begun."""
+    """Of that file, or of the data of the user's own task, when the run was begun."""
     look: int | None = None
     """Steps of each worker between two evaluations; an epoch, unless the task has its own."""
     seed: int = 0
@@ -90,7 +93,7 @@ class Config:
 
     def resolve(self) -> Config:
         """With every choice made and checked; a ValueError names what cannot be."""
-        task, method = tasks.find(self.task), methods.find(self.method)
+        task, method = tasks.find(self.task, self.task_sha256), methods.find(self.method)
         model = self.model if self.model is not None else next(iter(task.models))
         one_of("model", model, task.models)
         optimizer = _or(self.optimizer, method.optimizer or task.defaults.get("optimizer", "sgd"))
@@ -98,6 +101,8 @@ class Config:
             raise ValueError(f"method {self.method} is one of {method.optimizer}, got optimizer {shown(optimizer)}")
         ours = recipe.OPTIMIZERS[one_of("optimizer", optimizer, recipe.OPTIMIZERS)]
         usual: dict[str, Any] = {"batch_size": 32, "momentum": 0.9, "epochs": 10, **asdict(ours), **task.defaults}
+        if optimizer != task.defaults.get("optimizer", "sgd"):
+            usual["lr"] = ours.lr  # the task's own goes with its own optimizer
         if self.steps is not None and self.epochs is not None:
             raise ValueError("epochs and steps are two ways to say how long: give one of them")
         if self.period is not None and method.period is None:
@@ -133,9 +138,10 @@ class Config:
         return None if self.cluster is None else clusters.load(self.cluster, self.workers)
 
     def _file(self, task: Task) -> dict[str, Any]:
-        """The user's own: by its whole path, since a run may be continued from another folder, and as it is now."""
+        """The user's own, data or task: by its whole path, since a run may be continued from another folder, and as it
+        is now."""
         if self.data is None:
-            return {}
+            return tasks.known_by(self.task) if self.task_sha256 is None else {}
         if task.read is None:
             raise ValueError(f"task {self.task} takes no data of your own, got {shown(self.data)}")
         if self.data_sha256 is not None:

@@ -61,7 +61,7 @@ def num_steps(config: Config, shards: Shards) -> int:
 
 def stream(config: Config, *, first_epoch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """A lone worker's batches as its model sees them, without end."""
-    task = tasks.find(config.task)
+    task = tasks.find(config.task, config.task_sha256)
     shards = deal(config, load(config))
     for epoch in itertools.count(first_epoch):
         for x, y in shards.epoch(epoch):

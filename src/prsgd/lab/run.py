@@ -79,7 +79,7 @@ class _Run:
         tensorboard: bool,
     ) -> None:
         self._config, self._folder, self._observe, self._should_stop = config, folder, observe, should_stop
-        self._task = tasks.find(config.task)
+        self._task = tasks.find(config.task, config.task_sha256)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self._data = _to(load(config), device)
         torch.manual_seed(config.seed)

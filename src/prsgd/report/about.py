@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from typing import Any
 
+from prsgd import tasks
 from prsgd.lab.methods import METHODS, of_optimizer
 from prsgd.lab.recipe import ADAM_BETA2, OPTIMIZERS
 from prsgd.report.read import Run
@@ -17,6 +19,7 @@ _OPTIONS = (
     "epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "optimizer", "recipe", "warmup", "clip",
     "accumulate", "split", "data", "look", "processes", "cluster", "seconds", "weights",
 )  # fmt: skip
+_PATHS = ("task", "data")
 _VARIED = ("method", "period", "overlap")
 _USUAL = {
     "method": "pr-sgd",
@@ -31,7 +34,7 @@ _USUAL = {
 def title(groups: Sequence[Group]) -> str:
     """What was trained on what, and what differs."""
     config = groups[0].runs[0].config
-    what = f"{config['model']} on {config['task']}"
+    what = f"{config['model']} on {tasks.short(config['task'])}"
     if len(groups) == 1:
         return f"{what}: {groups[0].label}"
     periods = [group.name.removeprefix("period ") for group in groups]
@@ -48,7 +51,8 @@ def what_was_run(groups: Sequence[Group]) -> list[str]:
     workers = _values(runs, "workers")
     return [
         f"{workers} worker{'' if workers == '1' else 's'} trained the model {_values(runs, 'model')} on "
-        f"{_values(runs, 'task')} for {length}, each with batches of {_values(runs, 'batch_size')} samples of its own.",
+        f"{tasks.short(_values(runs, 'task'))} for {length}, each with batches of {_values(runs, 'batch_size')} "
+        "samples of its own.",
         f"The optimizer is {_optimizer(runs)}; {_recipe(groups)}.",
         split_sentence(_values(runs, "split")),
         _compared(groups),
@@ -213,6 +217,7 @@ def _typed(config: dict[str, Any]) -> list[str]:
         **({} if own is None else {key: str(value) for key, value in asdict(own).items() if key != "lr"}),
     }
     shown = {key: value for key, value in given.items() if value is not None and str(value) != usual.get(key)}
+    shown |= {key: shlex.quote(shown[key]) for key in _PATHS if key in shown}
     return [f"--{key.replace('_', '-')} {value}" for key, value in shown.items()]
 
 

@@ -172,7 +172,8 @@ def read(folders: Sequence[Path]) -> list[Run]:
 
 _NEEDED = ("task", "model", "method", "workers", "seed")
 _TEXTS = (
-    "task", "model", "method", "split", "data", "data_sha256", "cluster", "weights", "optimizer", "recipe",
+    "task", "model", "method", "split", "data", "task_sha256", "data_sha256", "cluster", "weights", "optimizer",
+    "recipe",
 )  # fmt: skip
 _WHOLE = {
     **dict.fromkeys(

@@ -8,13 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
+from prsgd import tasks
 from prsgd._check import one_of
 from prsgd.lab.methods import METHODS
 from prsgd.metrics import TRAINING_LOSS
 from prsgd.report.read import Run
 
 _TELLING = (
-    "model", "workers", "epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "split", "data_sha256",
+    "model", "workers", "epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "split", "task_sha256",
+    "data_sha256",
     "processes", "cluster", "weights", "switch", "fragments", "outer_lr", "outer_momentum", "optimizer", "recipe",
     "warmup", "clip", "accumulate",
 )  # fmt: skip
@@ -110,9 +112,9 @@ def group(runs: Sequence[Run], *, baseline: str | None = None) -> list[Group]:
 
     ``baseline`` is the label, or the name, of the group that the others are measured by.
     """
-    tasks = sorted({str(run.config["task"]) for run in runs})
-    if len(tasks) > 1:
-        raise ValueError(f"runs must be of one task to be compared, got {', '.join(tasks)}")
+    trained = sorted({tasks.short(str(run.config["task"])) for run in runs})
+    if len(trained) > 1:
+        raise ValueError(f"runs must be of one task to be compared, got {', '.join(trained)}")
     telling = differing(runs)
     found: dict[tuple[object, ...], list[Run]] = {}
     for run in sorted(runs, key=order):

@@ -19,7 +19,8 @@ from torch.optim import LBFGS, Optimizer
 from prsgd.averaging.base import Averaging
 from prsgd.averaging.wires.base import Wire
 from prsgd.core.local_sgd import LocalSGD
-from prsgd.integrations import keeps_step, require_schedule, told
+from prsgd.core.watching import told
+from prsgd.integrations import keeps_step, require_schedule
 from prsgd.integrations.lightning.average import ShowsAverage
 from prsgd.records import Record
 from prsgd.saving.random_numbers import restore_random_state
