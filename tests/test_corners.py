@@ -45,6 +45,21 @@ def test_alike_workers_are_told_of_by_every_averaging(workers: int, name: str) -
         assert any("alike to the last bit" in str(w.message) for w in seen) == same
 
 
+@pytest.mark.filterwarnings("error")
+def test_workers_whose_numbers_keep_their_sum_are_not_alike() -> None:
+    """The gradients of a linear layer under a softmax sum to zero; halves and quarters do so to the last bit."""
+    start = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.zeros_(start.weight)
+    fleet = prsgd.Fleet(start, 2)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=1.0)
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2)) as local:
+        for _ in range(8):
+            for module, change in zip(fleet.modules, (0.25, 0.5)):
+                module.weight.grad = torch.tensor([[change, 0.0], [-change, 0.0]])
+            optimizer.step()
+    assert [record.drift for record in local.records] == [0.125] * 4  # two numbers, each 2 steps of 0.125 from the mean
+
+
 @pytest.mark.parametrize("small", [1e-18, 1e-12, 1e-40])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_tiny_lr_does_not_blow_up_the_outer_momentum(small: float, nesterov: bool) -> None:

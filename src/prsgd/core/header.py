@@ -31,6 +31,8 @@ class Told:
     """Per hosted worker: is its model not finite?"""
     totals: tuple[float, ...]
     """And the sum of its parameters."""
+    marks: tuple[float, ...]
+    """And a number that is the same for models that are alike."""
     last: Sums
     """Of the last average and its round: drift, losses, samples."""
     samples: tuple[int, ...]
@@ -77,8 +79,8 @@ class Headers:
             (page.samples if look else account.snapped_samples) - account.seen_samples
             for account, page in zip(self.accounts, self.books.pages)
         ]
-        (drift, noise, *totals), (loss, losses, *counts), (most_looks, fewer, *largest) = self.team.agree(
-            parts=[last.drift, noise, *boarded.totals],
+        (drift, noise, *sums), (loss, losses, *counts), (most_looks, fewer, *largest) = self.team.agree(
+            parts=[last.drift, noise, *boarded.totals, *boarded.marks],
             sums=[last.loss, last.losses, last.samples, *samples],
             largest=[looks, -looks, *map(float, boarded.bad), *speeds, *flights],
         )
@@ -87,7 +89,8 @@ class Headers:
             noise = looks = momentum = 0.0
         return Told(
             bad=tuple(map(bool, bad)),
-            totals=tuple(totals),
+            totals=tuple(sums[: len(hosted)]),
+            marks=tuple(sums[len(hosted) :]),
             last=last._replace(drift=drift, loss=loss, losses=losses, samples=int(counts[0])),
             samples=tuple(map(int, counts[1:])),
             step_seconds=self._by_id(times) if speeds else (),
@@ -117,7 +120,7 @@ class Headers:
         counts, pools, steps, samples_of_round = zip(*((b.counts, b.pools, b.steps, b.samples) for b in bring))
         running = len(bring) - answering
         changes = self.averaging.measure(memory, boarded.snap)
-        mark, other_mark = _marks([total for total, count in zip(told.totals, counts) if count])
+        mark, other_mark = _marks([mark for mark, count in zip(told.marks, counts) if count])
         header = Header(
             sums=told.last._replace(
                 saved=running * self.books.saves,
@@ -184,12 +187,12 @@ class Headers:
         return tuple(found)
 
 
-def _marks(totals: Sequence[float]) -> tuple[float, float]:
-    """Of models with these sums, added up; -1 if they are not alike."""
-    if len(set(totals)) > 1:
+def _marks(marks: Sequence[float]) -> tuple[float, float]:
+    """Those of models, added up; -1 if they are not alike."""
+    if len(set(marks)) > 1:
         return -1.0, -1.0
     low = high = 0
-    for total in totals:
-        mark = zlib.crc32(struct.pack("d", total))
+    for number in marks:
+        mark = zlib.crc32(struct.pack("d", number))
         low, high = low + mark % DIGIT, high + mark // DIGIT % DIGIT
     return float(low), float(high)

@@ -20,6 +20,9 @@ from prsgd.replicas.buffers import Buffers
 from prsgd.replicas.optimizer_state import OptimizerState
 from prsgd.replicas.rows import Rows
 
+FEW = 4
+"""Numbers of a row that are looked at one by one."""
+
 
 @dataclass(frozen=True)
 class Boarded:
@@ -36,7 +39,10 @@ class Boarded:
     bad: tuple[bool, ...]
     """Per hosted worker: is its model not finite?"""
     totals: tuple[float, ...]
-    """Per hosted worker: the sum of its parameters, the same for models that are alike to the last bit."""
+    """Per hosted worker: the sum of its parameters."""
+    marks: tuple[float, ...]
+    """Per hosted worker: that and a few of the numbers, the same for models that are alike to the last bit. (Where all
+    gradients sum to zero, as those of a linear layer under a softmax do, the sum never changes.)"""
 
 
 class Snapshots:
@@ -100,7 +106,8 @@ class Snapshots:
         bad = _not_finite(totals, snap, extras, buffers)
         for i in (i for i, is_bad in enumerate(bad) if is_bad):
             self.not_finite[i] = self.buffers.not_finite(i)
-        return Boarded(snap, extras, buffers, flat, bad, totals)
+        marks = tuple(total + some for total, some in zip(totals, _some(snap)))
+        return Boarded(snap, extras, buffers, flat, bad, totals, marks)
 
     def brought(self, i: int, snap: Tensor) -> Tensor:
         """What worker i brought to an average that was launched with ``snap`` and has not landed on it."""
@@ -195,6 +202,12 @@ class Snapshots:
     def _new(self, *shape: int) -> Tensor:
         with torch.inference_mode(False):  # it outlives an evaluation during which it may be made
             return torch.zeros(*shape, dtype=self.rows.dtype, device=self.rows.device)
+
+
+def _some(snap: Tensor) -> list[float]:
+    """A few numbers of each row, added up so that each counts differently."""
+    few: list[list[float]] = snap[:, :: max(1, snap.shape[1] // FEW)].tolist()
+    return [sum(nth * number for nth, number in enumerate(row, 1)) for row in few]
 
 
 def _not_finite(totals: Sequence[float], snap: Tensor, extras: Tensor, buffers: Tensor) -> tuple[bool, ...]:
