@@ -101,7 +101,8 @@ def build(root: Path = ROOT) -> list[str]:
         cwd=root, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"},
     )  # fmt: skip
     if done.returncode:
-        return [re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr)]
+        said = re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr)
+        return [said.split("Traceback")[0] if "issue" in said else said]
     return wrong(root / "site")
 
 
