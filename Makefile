@@ -22,7 +22,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 docs: $(READY)
-	$(BIN)/python tools/site.py
+	$(BIN)/python tools/docs.py
 
 bench: $(READY)
 	$(BIN)/python bench/core.py

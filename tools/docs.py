@@ -1,4 +1,4 @@
-"""The documentation: ``python tools/site.py`` (``make docs``) builds it into site/, in seconds and without a network.
+"""The documentation: ``python tools/docs.py`` (``make docs``) builds it into site/, in seconds and without a network.
 
 zensical reads mkdocs.yml. Before that, the pages are laid out in build/pages: docs/ as it is, README as the first page,
 the files that stand elsewhere as pages of their own, and what is generated: the command line, from its parsers. Links
@@ -53,8 +53,8 @@ def lay_out(target: Path, root: Path = ROOT) -> None:
             path.write_text(f"# {source}\n\n```python\n{(root / source).read_text()}```\n")
         else:
             shutil.copyfile(root / source, path)
-    (target / "reference").mkdir(exist_ok=True)
-    (target / "reference" / "command-line.md").write_text(command_line())
+    with (target / "reference" / "command-line.md").open("a") as page:
+        page.write(command_line())
 
 
 def relinked(text: str, source: str, places: dict[str, str], root: Path = ROOT) -> str:
@@ -82,7 +82,7 @@ def command_line() -> str:
     """What ``--help`` says, of every command."""
     from prsgd.cli import COMMANDS, main
 
-    lines = ["# The command line", "", "What `prsgd COMMAND --help` says, of every command.", ""]
+    lines = [""]
     for name in ("", *COMMANDS):
         said = io.StringIO()
         with redirect_stdout(said), suppress(SystemExit):
