@@ -50,7 +50,7 @@ def lay_out(target: Path, root: Path = ROOT) -> None:
         if source.endswith(".md"):
             path.write_text(relinked((root / source).read_text(), source, places, root))
         elif source.startswith("examples/"):
-            path.write_text(f"# {source}\n\n```python\n{(root / source).read_text()}```\n")
+            path.write_text(f"# {posixpath.basename(source)}\n\n```python\n{(root / source).read_text()}```\n")
         else:
             shutil.copyfile(root / source, path)
     with (target / "reference" / "command-line.md").open("a") as page:
