@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from contextlib import ExitStack
@@ -37,6 +38,28 @@ def blocks() -> list[tuple[str, str, int]]:
             if marker[1]:
                 found.append((f"{named(page)}, block {number}", block["code"], int(marker[1])))
     return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.ipynb")), ids=named)
+def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
+    """Its cells in their order, as one program: a kernel would only take longer to start."""
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    said = "".join("".join(output.get("text", [])) for cell in cells for output in cell["outputs"])
+    script = tmp_path / "cells.py"
+    script.write_text("\n".join("".join(cell["source"]) for cell in cells))
+    with Program(ranks.script, str(script), cwd=tmp_path, env={"MPLBACKEND": "agg"}) as program:
+        out, err = program.communicate(250)
+    assert program.process.exitcode == 0, err
+    assert numbers_apart(out) == numbers_apart(said)  # what is shown is what these cells say
+
+
+def numbers_apart(text: str) -> str:
+    """Other processors round differently.
+
+    >>> numbers_apart("loss  0.0131, accuracy 97.5%")
+    'loss #, accuracy #%'
+    """
+    return re.sub(r" *[\d.e-]*\d", " #", text)
 
 
 def test_no_block_is_overlooked() -> None:

@@ -8,7 +8,9 @@ anchor that leads nowhere, and anything that a page would load from elsewhere, i
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import os
 import posixpath
 import re
@@ -36,7 +38,7 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 def pages(root: Path = ROOT) -> dict[str, str]:
     """Every source file of the site and the page that it becomes."""
     found = {path.relative_to(root).as_posix(): path for path in sorted((root / "docs").rglob("*")) if path.is_file()}
-    places = {source: source.removeprefix("docs/") for source in found}
+    places = {source: source.removeprefix("docs/").replace(".ipynb", ".md") for source in found}
     places |= {f"examples/{path.name}": f"examples/{path.stem}.md" for path in (root / "examples").glob("*.py")}
     return places | ELSEWHERE
 
@@ -49,6 +51,8 @@ def lay_out(target: Path, root: Path = ROOT) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if source.endswith(".md"):
             path.write_text(relinked((root / source).read_text(), source, places, root))
+        elif source.endswith(".ipynb"):
+            path.write_text(relinked(notebook(root / source, path), source, places, root))
         elif source.startswith("examples/"):
             path.write_text(f"# {posixpath.basename(source)}\n\n```python\n{(root / source).read_text()}```\n")
         else:
@@ -76,6 +80,22 @@ def relinked(text: str, source: str, places: dict[str, str], root: Path = ROOT) 
     fences = [match[0] for match in FENCED.finditer(text)]
     prose = [LINK.sub(link, part) for part in FENCED.split(text)[::3]]
     return "".join(part + fence for part, fence in zip(prose, [*fences, ""]))
+
+
+def notebook(source: Path, page: Path) -> str:
+    """A notebook's cells and what they said; its pictures are written beside the page."""
+    parts = []
+    for number, cell in enumerate(json.loads(source.read_text())["cells"]):
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", []):
+            if "text" in output:
+                parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+            elif "image/png" in output.get("data", {}):
+                picture = page.with_name(f"{page.stem}-{number}.png")
+                picture.write_bytes(base64.b64decode("".join(output["data"]["image/png"])))
+                parts.append(f"![What the cell above draws]({picture.name})")
+    return "\n\n".join(parts) + "\n"
 
 
 def command_line() -> str:
