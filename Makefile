@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Tests wait for each other's processes much of the time: more of them than there are cores, the next to whoever is free.
 SIDE_BY_SIDE := -n 4 --dist loadgroup
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 
 demo: $(READY)
 	$(BIN)/prsgd compare --out runs/demo --overwrite
@@ -21,6 +21,9 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(READY)
+	$(BIN)/python tools/docs.py
+
 bench: $(READY)
 	$(BIN)/python bench/core.py
 
@@ -31,5 +34,5 @@ $(READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site .cache
 	find src tests examples bench -name __pycache__ -type d -prune -exec rm -rf {} +

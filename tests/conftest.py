@@ -23,7 +23,7 @@ hypothesis.settings.register_profile("busy", deadline=None)  # how long an examp
 hypothesis.settings.load_profile("busy")
 
 LONG = ("test_cli", "test_vectorized", "test_verify", "test_install", "test_launch", "test_closing", "test_cluster",
-        "test_lightning", "test_transformers", "test_integration_pages")  # fmt: skip
+        "test_lightning", "test_transformers", "test_integration_pages", "test_release", "test_docs")  # fmt: skip
 """Files with the longest tests: begun first, they do not run on when all others are done."""
 
 

@@ -55,6 +55,17 @@ class Record:
     The drift, loss, samples, noise and workers are those of all processes and the same everywhere; the rest is this
     process's.
     Since the former travel with the next average, a record appears one average after its own.
+
+    >>> import torch, prsgd
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(4)) as local:
+    ...     for _ in range(8):
+    ...         optimizer.zero_grad()
+    ...         model(torch.ones(2, 4)).square().mean().backward()
+    ...         optimizer.step()
+    >>> [(record.round, record.step, record.period, record.workers) for record in local.records]
+    [(1, 4, 4, 1), (2, 8, 4, 1)]
     """
 
     round: int

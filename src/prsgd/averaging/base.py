@@ -86,7 +86,13 @@ NOISE_WIDTH = 3
 
 @dataclass(frozen=True)
 class Header:
-    """What travels beside the hosted workers' parameter rows, and what an averaging needs to know of them."""
+    """What travels beside the hosted workers' parameter rows, and what an averaging needs to know of them.
+
+    >>> none = torch.zeros(0)
+    >>> header = Header(Sums(), exact=none, extras=none, counts=(True, True), steps=(4, 2), samples=(32, 16))
+    >>> [(brought.worker, brought.steps) for brought in header.brought]
+    [(0, 4), (1, 2)]
+    """
 
     sums: Sums
     exact: Tensor
@@ -184,7 +190,13 @@ def _unknown() -> None:
 
 @dataclass(frozen=True)
 class Landing:
-    """An average that has arrived."""
+    """An average that has arrived.
+
+    >>> none = torch.zeros(0)
+    >>> mean = Landing(torch.ones(3), Header(Sums(), exact=none, extras=none), bytes_sent=12)
+    >>> replace(mean, target=2 * mean.target).target  # what an averaging may make of it
+    tensor([2., 2., 2.])
+    """
 
     target: Tensor | None
     """(P,) the same for all, or (n, P) for each hosted worker; None: nobody had anything new, stay."""
@@ -287,7 +299,26 @@ class Setting:
 
 
 class Averaging(ABC):
-    """How to combine the workers' models: a value, of which only ``launch`` must be written."""
+    """How to combine the workers' models: a value, of which only ``launch`` must be written.
+
+    Here each worker goes half of the way to the mean of those that count:
+
+    >>> import prsgd
+    >>> from prsgd.averaging.summed import summed
+    >>> class HalfWay(prsgd.Averaging):
+    ...     def launch(self, memory, comm, snap, header):
+    ...         mean = summed(comm, snap, header, [float(counts) for counts in header.counts])
+    ...         return prsgd.Then(mean, lambda found: self.half_way(snap, found))
+    ...     def half_way(self, snap, found):
+    ...         return found if found.target is None else replace(found, target=(snap + found.target) / 2)
+    >>> fleet = prsgd.Fleet(torch.nn.Linear(1, 1, bias=False), 2)
+    >>> optimizer = torch.optim.SGD(fleet.parameters(), lr=0.5)
+    >>> with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(1), averaging=HalfWay()) as local:
+    ...     losses = fleet.backward(lambda out, y: (out * y).sum(), torch.ones(2, 1, 1), torch.tensor([[1.0], [3.0]]))
+    ...     optimizer.step()  # now they are 1 apart, and meet half-way
+    ...     round(float((fleet.modules[0].weight - fleet.modules[1].weight).detach()), 6)
+    0.5
+    """
 
     hears_neighbours_only: ClassVar[bool] = False
     """Are its landings not ``shared``?"""

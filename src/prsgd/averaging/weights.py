@@ -18,7 +18,13 @@ from prsgd._check import one_of
 
 @dataclass(frozen=True)
 class Brought:
-    """What a worker brings to an average."""
+    """What a worker brings to an average.
+
+    >>> import prsgd
+    >>> weigh = prsgd.mean(weights=lambda brought: brought.steps ** 0.5).weights
+    >>> weigh(Brought(worker=0, steps=16, samples=128))
+    4.0
+    """
 
     worker: int
     steps: int
@@ -44,7 +50,16 @@ class Brought:
 
 
 class Weights(ABC):
-    """How much a worker counts."""
+    """How much a worker counts.
+
+    >>> class ByLoss(Weights):
+    ...     def weigh(self, brought):
+    ...         return 1.0 if brought.loss is None else 1.0 / brought.loss
+    >>> import prsgd
+    >>> averaging = prsgd.mean(weights=ByLoss())
+    >>> averaging.weights.weigh(Brought(worker=0, steps=4, samples=0, _loss=lambda: 0.5))
+    2.0
+    """
 
     tells: ClassVar[bool] = False
     """Does ``tell`` say something?"""

@@ -29,6 +29,22 @@ COMMANDS = {
     "launch": "start a program's processes, which may come and go, and their lighthouse",
 }
 """Each is ``prsgd.cli.NAME`` with ``add(parser)`` and ``run(args)``."""
+EXAMPLES = {
+    "compare": "prsgd compare --methods minibatch-sgd pr-sgd one-shot --period 8",
+    "train": "prsgd train --task digits --workers 8 --period 8 --epochs 20",
+    "report": "prsgd report runs/a runs/b",
+    "timeline": "prsgd timeline runs/a --rounds 2",
+    "methods": "prsgd methods d-psgd --workers 8",
+    "plan": "prsgd plan --workers 8 --steps 100k --bandwidth 1Gbit",
+    "probe": "prsgd probe --task digits --json > constants.json",
+    "calibrate": "prsgd calibrate --processes 2",
+    "bench": "prsgd bench --models mlp --links loopback",
+    "verify": "prsgd verify",
+    "data": "prsgd data get cifar10",
+    "doctor": "torchrun --nproc-per-node 2 -m prsgd doctor",
+    "launch": "prsgd launch --elastic --workers 4 train.py",
+}
+"""One of each: what its help shows at the end."""
 DRAWS = {"compare": None, "report": None, "timeline": None, "plan": "plot", "verify": "out", "bench": "out"}
 """Commands that need the lab extra: always, or where this option is given."""
 
@@ -42,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"prsgd {prsgd.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=_sentence(summary))
+        command = commands.add_parser(
+            name, help=summary, description=_sentence(summary), epilog=f"example: {EXAMPLES[name]}"
+        )
         if arguments[:1] == [name]:  # the others' options are not needed now
             import_module(f"prsgd.cli.{name}").add(command)
     try:

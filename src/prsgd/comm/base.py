@@ -34,7 +34,13 @@ class Missed(PeerError):  # noqa: N818 - no error where it is taken care of
 
 
 class Work(Protocol[T]):
-    """Something under way."""
+    """Something under way.
+
+    >>> import prsgd
+    >>> work = prsgd.InProcess(2).all_reduce(torch.ones(3))
+    >>> work.wait(), work.bytes_sent
+    (tensor([1., 1., 1.]), 12)
+    """
 
     bytes_sent: int
     """What one worker puts on the wire for it, were every worker its own process."""
@@ -54,7 +60,11 @@ class Work(Protocol[T]):
 
 
 class Done(Generic[T]):
-    """Work that was finished at once."""
+    """Work that was finished at once.
+
+    >>> Done("the result", bytes_sent=8).wait()
+    'the result'
+    """
 
     def __init__(self, result: T, *, bytes_sent: int = 0, server_bytes_sent: int = 0, hops: int = 0) -> None:
         self._result, self.hops = result, hops
@@ -68,7 +78,11 @@ class Done(Generic[T]):
 
 
 class Then(Generic[S, T]):
-    """Work whose result is made from another's, once that one is there."""
+    """Work whose result is made from another's, once that one is there.
+
+    >>> Then(Done(3), lambda number: number + 1).wait()
+    4
+    """
 
     def __init__(self, work: Work[S], make: Callable[[S], T]) -> None:
         self._work, self._make = work, make
@@ -106,7 +120,13 @@ class Both(Generic[S, T]):
 
 
 class Communicator(Protocol):
-    """N workers spread over processes."""
+    """N workers spread over processes.
+
+    >>> import prsgd
+    >>> comm = prsgd.InProcess(num_workers=3)
+    >>> comm.workers, comm.all_gather(torch.tensor([[1.0], [2.0], [3.0]])).wait().flatten()
+    (range(0, 3), tensor([1., 2., 3.]))
+    """
 
     num_workers: int
     workers: range

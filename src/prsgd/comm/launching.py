@@ -46,6 +46,10 @@ def launch(fn: Callable[..., R], *, processes: int, args: Sequence[Any] = (), th
 
         if __name__ == "__main__":
             prsgd.launch(train, processes=2, args=(10,))
+
+    >>> launch(print, processes=0)
+    Traceback (most recent call last):
+    ValueError: processes must be a whole number >= 1, got 0
     """
     processes = whole_number("processes", processes, at_least=1)
     threads = whole_number("threads", threads, at_least=1)

@@ -43,6 +43,11 @@ class TorchDistributed(Communicator):
 
     ``shape="parameter-server"`` collects a sum at the process of worker 0, which needs a second row for it, and sends
     it back from there, as the paper describes; "all-reduce" needs no server.
+
+    >>> import prsgd
+    >>> prsgd.TorchDistributed()
+    Traceback (most recent call last):
+    prsgd.errors.UsageError: TorchDistributed needs a process group: call prsgd.init() first, under torchrun or launch()
     """
 
     def __init__(

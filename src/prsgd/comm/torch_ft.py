@@ -54,6 +54,10 @@ class TorchFT(Communicator):
         comm = prsgd.TorchFT(num_workers=4, worker=0, lighthouse="127.0.0.1:29510", min_workers=2)
         with prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(8), comm=comm) as local:
             ...
+
+    >>> TorchFT(num_workers=4)
+    Traceback (most recent call last):
+    ValueError: TorchFT needs num_workers and worker, where no torchrun tells WORLD_SIZE and RANK
     """
 
     is_elastic = True

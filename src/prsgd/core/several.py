@@ -15,6 +15,14 @@ def finish(*runs: LocalSGD) -> None:
 
     One ``run.finish()`` after another would wait for ever if workers have different numbers of batches: a worker that
     ends the first run would not answer the second one's averages meanwhile.
+
+    >>> import torch, prsgd
+    >>> nets = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    >>> runs = [
+    ...     prsgd.LocalSGD(net, torch.optim.SGD(net.parameters(), lr=0.1), schedule=prsgd.every(4)) for net in nets
+    ... ]
+    >>> starting = [run.start() for run in runs]
+    >>> finish(*runs)
     """
     _at_once("finish", runs, [run.finish for run in _checked("finish", runs)])
 
@@ -24,6 +32,20 @@ def epoch(*runs: LocalSGD) -> Iterator[None]:
     """``with run.epoch():`` of several runs at once, for loops in which each worker's epoch may have another length.
 
     One ``run.epoch()`` inside another would wait for ever, as one ``finish()`` after another would.
+
+    >>> import torch, prsgd
+    >>> nets = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    >>> optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    >>> runs = [prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(4)) for net, optimizer in zip(nets, optimizers)]
+    >>> with prsgd.together(*runs):
+    ...     for _ in range(2):
+    ...         with epoch(*runs):
+    ...             for _ in range(6):  # as many as this worker has
+    ...                 nets[0](nets[1](torch.ones(1, 1))).sum().backward()
+    ...                 for optimizer in optimizers:
+    ...                     optimizer.step()
+    >>> [[record.step for record in run.records] for run in runs]
+    [[4, 6, 10, 12], [4, 6, 10, 12]]
     """
     ends = [run.epoch() for run in _checked("epoch", runs)]
     for end in ends:

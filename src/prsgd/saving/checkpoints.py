@@ -79,6 +79,14 @@ def load(
     With as many workers of as many processes it is the same run to the last bit. Workers whose models were sharded may
     have another number of shards now, or none; those that were one process each may be another number of workers, which
     begin at the mean (as with ``resumable``). A state of another model is a ``CheckpointError``.
+
+    >>> import tempfile, torch, prsgd
+    >>> model = torch.nn.Linear(1, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(4))
+    >>> prsgd.load(local, model, optimizer, tempfile.mkdtemp())
+    Traceback (most recent call last):
+    prsgd.errors.CheckpointError: ... holds no state that prsgd.save has written
     """
     optimizers, folder = _given(local, model, optimizer), Path(folder)
     device = local.host.rows.device

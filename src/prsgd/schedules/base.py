@@ -16,7 +16,12 @@ from prsgd.records import Record
 
 @dataclass(frozen=True)
 class Now:
-    """What a schedule knows when a round opens."""
+    """What a schedule knows when a round opens.
+
+    >>> import prsgd
+    >>> prsgd.growing().open(Now(worker=0, num_workers=2, round=27, step=40, lr=0.1, last=None)).steps  # 27^(1/3) / 2
+    2
+    """
 
     worker: int
     num_workers: int
@@ -36,6 +41,9 @@ class Round:
     """A round to come: it closes after ``steps`` or ``seconds``, whichever is first; neither: when the run ends.
 
     ``lr`` None leaves the learning rate to the user.
+
+    >>> Round(steps=8), Round(seconds=0.5)
+    (Round(steps=8, seconds=None, lr=None), Round(steps=None, seconds=0.5, lr=None))
     """
 
     steps: int | None = None
@@ -55,7 +63,25 @@ class Round:
 
 @runtime_checkable
 class Schedule(Protocol):
-    """When to average."""
+    """When to average: any object with these two methods.
+
+    >>> class Alternating:
+    ...     def open(self, now):
+    ...         return Round(steps=2 if now.round % 2 else 6)
+    ...     def check(self, num_workers, overlap):
+    ...         if overlap > 2:
+    ...             raise ValueError(f"overlap must be at most 2, got {overlap}")
+    >>> import torch, prsgd
+    >>> model = torch.nn.Linear(1, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with prsgd.LocalSGD(model, optimizer, schedule=Alternating()) as local:
+    ...     for _ in range(16):
+    ...         optimizer.zero_grad()
+    ...         model(torch.ones(1, 1)).sum().backward()
+    ...         optimizer.step()
+    >>> [record.step for record in local.records]
+    [2, 8, 10, 16]
+    """
 
     def open(self, now: Now) -> Round:
         """How long the round ``now.round`` of worker ``now.worker`` lasts."""

@@ -73,7 +73,13 @@ class Arrived:
 
 
 class Wire(ABC):
-    """A form in which changes travel."""
+    """A form in which changes travel.
+
+    >>> import prsgd
+    >>> averaging = prsgd.mean(wire=prsgd.quantized(4))  # as an averaging by itself, quantized(4) is short for this
+    >>> isinstance(averaging.wire, Wire)
+    True
+    """
 
     @property
     def keeps_residuals(self) -> bool:
