@@ -15,7 +15,7 @@ def read(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib  # type: ignore[import-not-found]  # not installed where it is not needed
+        import tomli as tomllib
     try:
         content = tomllib.loads(path.read_text())
     except OSError as error:
