@@ -122,7 +122,11 @@ def assemble(
     roll = Roll(workers)
     # A fleet's workers step together; a lone one that skips a step has fewer averages than its neighbours.
     skipped = SkippedSteps() if averaging.hears_neighbours_only and not host.lies_in_rows else None
-    hooks = Hooks(optimizers, host, roll, timekeeper, overlap=setting.overlap, failed=failed, skipped=skipped)
+    ledger = Ledger(on_record, timekeeper.paused)
+    hooks = Hooks(
+        optimizers, host, roll, timekeeper,
+        overlap=setting.overlap, failed=failed, publish=ledger.publish, skipped=skipped,
+    )  # fmt: skip
     hooks.noise = GradientNoise(optimizers, host.rows) if setting.learns else None
     run = Run(
         comm=used,
@@ -139,7 +143,6 @@ def assemble(
         timeout_seconds=limit,
         done_timeout_seconds=done_timeout_seconds,
     )
-    ledger = Ledger(on_record)
     # The processes of a worker have each their own batches, and so their own statistics: all of them are pooled.
     here = range(workers.start * team.size + team.place, workers.stop * team.size)[:: team.size]
     speaks = workers.start == 0 and team.place == 0

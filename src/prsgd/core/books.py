@@ -10,6 +10,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from typing import Any
@@ -86,22 +87,47 @@ class Page:
 class Ledger:
     """The complete records of a run, of all its lanes."""
 
-    def __init__(self, on_record: Callable[[Record], None] | None) -> None:
+    def __init__(
+        self, on_record: Callable[[Record], None] | None, paused: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._paused = paused
         self.listeners = [] if on_record is None else [on_record]
         """Called with each."""
+        self._news: deque[Record] = deque()
+        """Complete, and not yet published."""
+        self._publishing = False
         self.records: deque[Record] = deque(maxlen=KEPT)
         self.totals = Totals()
         self.round = 0
         """Averages that have landed."""
 
     def add(self, record: Record) -> None:
-        self.records.append(record)
-        self.totals.add(record)
-        for listener in self.listeners:
-            listener(record)
+        """It is complete, perhaps in the middle of the average that completed it: listeners hear of it afterwards."""
+        self._news.append(record)
+
+    def publish(self) -> None:
+        """Between two steps, when no average is half landed: a listener may evaluate or save the run as anybody may.
+        What becomes complete meanwhile is next."""
+        if not self._news or self._publishing:
+            return
+        self._publishing = True
+        try:
+            while self._news:
+                record = self._news.popleft()
+                self.records.append(record)
+                self.totals.add(record)
+                if self.listeners:
+                    with self._paused():  # what they do is no training
+                        for listener in self.listeners:
+                            listener(record)
+        finally:
+            self._publishing = False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"round": self.round, "totals": asdict(self.totals)}
+        totals = replace(self.totals)
+        for record in self._news:
+            totals.add(record)
+        return {"round": self.round, "totals": asdict(totals)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.round, self.totals = int(state["round"]), Totals(**state["totals"])

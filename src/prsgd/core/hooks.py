@@ -69,9 +69,11 @@ class Hooks:
         *,
         overlap: int,
         failed: Callable[[BaseException], None],
+        publish: Callable[[], None],
         skipped: SkippedSteps | None = None,
     ) -> None:
         self.optimizers = optimizers
+        self._publish = publish
         self._host, self._roll, self._clock, self._overlap, self._failed = host, roll, clock, overlap, failed
         self.require_free()
         self._owners = owners(optimizers, host.rows.workers)
@@ -154,6 +156,7 @@ class Hooks:
             self._roll.waits = [any(waits) for waits in zip(*(loop.waiting() for loop in self._loops))]
             waiting = (i for i, waits in enumerate(self._roll.waits) if waits and not self._roll.done[i])
             self._host.show_waiting({self._roll.ids[i] for i in waiting})
+            self._publish()
         except BaseException as error:
             self._failed(error)
             raise
@@ -251,7 +254,9 @@ class Hooks:
             self._skipped.stepped()
         self._clock.stepped(max(map(_steps, self._loops[0].paces)))
         if is_turn:
-            self.advance()
+            self.advance()  # and publishes
+        else:
+            self._publish()
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]

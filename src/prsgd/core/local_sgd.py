@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -50,7 +50,7 @@ class LocalSGD:
     - ``clock``: worker -> seconds, for rounds that end by the clock; or a ``prsgd.cluster.ClusterClock``.
     - ``timeout_seconds``: how long to wait for an average; 20 times the longest round so far unless given, within 120
       and 600. ``done_timeout_seconds``: how long a worker that has run out of data waits for the others' next one.
-    - ``on_record``: called with each complete ``Record``.
+    - ``on_record``: called with each complete ``Record``, between two steps; it may evaluate and save as you may there.
 
     Nothing is communicated before ``start()`` (or ``with``). Leaving the ``with`` block ends the run with one more
     average, so that all workers have the same model, also if they had different numbers of batches.
@@ -205,6 +205,7 @@ class LocalSGD:
         self._require_running("finish")
         with self._guarded():
             self._end()
+            self._ledger.publish()
         self._phase = "over"
         self._hooks.unhook()
         if self._parts.own_comm:
@@ -217,6 +218,8 @@ class LocalSGD:
             self._hooks.unhook()
             self._lanes.drop()
             self._comm.close()
+            with suppress(Exception):  # of a listener, which would hide why the run ends
+                self._ledger.publish()
 
     def __enter__(self) -> LocalSGD:
         return self.start()
@@ -279,6 +282,9 @@ class LocalSGD:
                     self._phase = "running"
                 self._hooks.refusal = None
                 shown.give_back()
+        if self._phase == "running":
+            with self._guarded():
+                self._ledger.publish()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is: plain numbers and tensors, beside which the model and the optimizer are to be saved.
