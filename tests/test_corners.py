@@ -48,16 +48,50 @@ def test_alike_workers_are_told_of_by_every_averaging(workers: int, name: str) -
 @pytest.mark.filterwarnings("error")
 def test_workers_whose_numbers_keep_their_sum_are_not_alike() -> None:
     """The gradients of a linear layer under a softmax sum to zero; halves and quarters do so to the last bit."""
-    start = torch.nn.Linear(2, 2, bias=False)
+    start = torch.nn.Linear(2, 2, bias=False).double()
     torch.nn.init.zeros_(start.weight)
     fleet = prsgd.Fleet(start, 2)
     optimizer = torch.optim.SGD(fleet.parameters(), lr=1.0)
     with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2)) as local:
         for _ in range(8):
             for module, change in zip(fleet.modules, (0.25, 0.5)):
-                module.weight.grad = torch.tensor([[change, 0.0], [-change, 0.0]])
+                module.weight.grad = torch.tensor([[change, 0.0], [-change, 0.0]]).double()
             optimizer.step()
-    assert [record.drift for record in local.records] == [0.125] * 4  # two numbers, each 2 steps of 0.125 from the mean
+    # Two numbers, each 2 steps of 0.125 from the mean.
+    assert [record.drift for record in local.records] == pytest.approx([0.125] * 4, rel=1e-12)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("seed", range(6))
+def test_workers_that_see_rare_features_are_not_alike(seed: int) -> None:
+    """Most weights stay where they are, and under a softmax the others keep their sum to within rounding."""
+    torch.manual_seed(seed)
+    fleet = prsgd.Fleet(torch.nn.Linear(5000, 2, bias=False), 2)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.5)
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2)) as local:
+        for _ in range(24):
+            x = torch.zeros(2, 4, 5000).scatter_(2, torch.randint(5000, (2, 4, 10)), 1.0)
+            optimizer.zero_grad()
+            fleet.backward(torch.nn.functional.cross_entropy, x, torch.randint(2, (2, 4)))
+            optimizer.step()
+    assert all(record.drift > 0 for record in local.records)
+
+
+@pytest.mark.filterwarnings("error")
+def test_workers_with_one_huge_number_are_not_alike() -> None:
+    """All others are lost beside it in a sum."""
+    fleet = prsgd.Fleet(torch.nn.Linear(8, 1), 2)
+    with torch.no_grad():
+        for module in fleet.modules:
+            module.weight[0, 0] = 1e30
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2)) as local:
+        for step in range(12):
+            for i, module in enumerate(fleet.modules):
+                module.weight.grad, module.bias.grad = torch.zeros(1, 8), torch.ones(1)
+                module.weight.grad[0, 1] = 0.1 * (step + 1) * (i + 1)
+            optimizer.step()
+    assert local.round == 6
 
 
 @pytest.mark.parametrize("small", [1e-18, 1e-12, 1e-40])

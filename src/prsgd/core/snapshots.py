@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,7 @@ from torch import Tensor
 from prsgd.core.resuming import check_tensor
 from prsgd.replicas.buffers import Buffers
 from prsgd.replicas.optimizer_state import OptimizerState
-from prsgd.replicas.rows import Rows
-
-FEW = 4
-"""Numbers of a row that are looked at one by one."""
+from prsgd.replicas.rows import Rows, sums_of_parts
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,9 @@ class Boarded:
     totals: tuple[float, ...]
     """Per hosted worker: the sum of its parameters."""
     marks: tuple[float, ...]
-    """Per hosted worker: that and a few of the numbers, the same for models that are alike to the last bit. (Where all
-    gradients sum to zero, as those of a linear layer under a softmax do, the sum never changes.)"""
+    """Per hosted worker: a number that is the same for models that are alike to the last bit, and hardly ever for
+    others: a hash of what their parts add up to. (The sum of all would not do: under a softmax a linear layer's never
+    changes, and beside a huge number no other is seen.)"""
 
 
 class Snapshots:
@@ -56,7 +55,7 @@ class Snapshots:
         self._widths = [rows.width, state.width, buffers.width]
         self._flat_width = rows.width + state.width + tail + buffers.sum_width
         # Made when first needed: the flat buffer, and the hosted workers' snapshots or what of them is not in place.
-        self._sums = [torch.zeros(())] * self._hosted  # of the snapshots: not finite if a number is not
+        self._sums = [torch.zeros(1)] * self._hosted  # of the snapshots' parts: not finite if a number is not
         self._capture_seconds = 0.0
         self.not_finite: dict[int, str | None] = {}
         """By hosted worker whose model was not finite: the buffer that was not, if it was one."""
@@ -102,11 +101,12 @@ class Snapshots:
             flat = self._new(self._flat_width) if self.overlap else self._flat_buffer()
             snap, extras, buffers = self._in_place(flat)
         flat = flat[: self._flat_width - self._widths[1] + extras.shape[1]]
-        totals = tuple(map(float, self._sums))
+        sums = [parts.cpu() for parts in self._sums]
+        totals = tuple(float(parts.sum()) for parts in sums)
         bad = _not_finite(totals, snap, extras, buffers)
         for i in (i for i, is_bad in enumerate(bad) if is_bad):
             self.not_finite[i] = self.buffers.not_finite(i)
-        marks = tuple(total + some for total, some in zip(totals, _some(snap)))
+        marks = tuple(float(zlib.crc32(parts.numpy().tobytes())) for parts in sums)
         return Boarded(snap, extras, buffers, flat, bad, totals, marks)
 
     def brought(self, i: int, snap: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class Snapshots:
             self._pack_beside(0, extras, buffers)
             return snap.unsqueeze(0), extras.unsqueeze(0), buffers.unsqueeze(0)
         snap = self.rows.matrix
-        self._sums = list(snap.sum(dim=1, dtype=self.rows.dtype))
+        self._sums = list(sums_of_parts(snap))
         extras, buffers = self._new(self._hosted, self._num_extras), self._new(self._hosted, self._widths[2])
         for i in range(self._hosted):
             self._pack_beside(i, extras[i], buffers[i])
@@ -183,7 +183,7 @@ class Snapshots:
         self.number = int(state["number"])
         if "snapshots" in state:
             self._snapshots().copy_(state["snapshots"])
-            self._sums = list(self.captured().sum(dim=1))
+            self._sums = list(sums_of_parts(self.captured()))
 
     def captured(self) -> Tensor:
         """(n, P): where the captured parameters lie."""
@@ -202,12 +202,6 @@ class Snapshots:
     def _new(self, *shape: int) -> Tensor:
         with torch.inference_mode(False):  # it outlives an evaluation during which it may be made
             return torch.zeros(*shape, dtype=self.rows.dtype, device=self.rows.device)
-
-
-def _some(snap: Tensor) -> list[float]:
-    """A few numbers of each row, added up so that each counts differently."""
-    few: list[list[float]] = snap[:, :: max(1, snap.shape[1] // FEW)].tolist()
-    return [sum(nth * number for nth, number in enumerate(row, 1)) for row in few]
 
 
 def _not_finite(totals: Sequence[float], snap: Tensor, extras: Tensor, buffers: Tensor) -> tuple[bool, ...]:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter, is_lazy
 
+PARTS = 64
+"""Of what is handled at a time, each with a sum of its own."""
 CHUNK = 1 << 19
 """Numbers handled at a time: 2 MB of float32 stay in a core's cache between the passes over them."""
 
@@ -148,13 +150,13 @@ class Rows:
             p.grad = None
 
     def pack(self, i: int, out: Tensor) -> Tensor:
-        """out <- x_i; returns its sum, which is finite unless a number is not (or the sum overflows)."""
+        """out <- x_i; returns the sums of its parts."""
         sums = []
         for group in self._groups[i]:
             part = group.of(out)
             group.gather(part)
-            sums.append(part.sum())
-        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+            sums.append(sums_of_parts(part))
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     def add(self, i: int, delta: Tensor) -> None:
         """x_i <- x_i + delta"""
@@ -194,6 +196,20 @@ class Rows:
             with torch.inference_mode(False):
                 self._scratch = torch.empty(size, dtype=self.dtype, device=self.device)
         return self._scratch if self._scratch.numel() == size else self._scratch[:size]
+
+
+def sums_of_parts(rows: Tensor) -> Tensor:
+    """(..., P) -> (..., about PARTS): what the numbers of each part add up to, which is finite unless one of them is
+    not (or the sum overflows). All of them together tell models apart where one sum would not.
+
+    >>> sums_of_parts(torch.arange(5.0))
+    tensor([0., 1., 2., 3., 4.])
+    """
+    size = rows.shape[-1]
+    width = max(1, -(-size // PARTS))
+    whole = size - size % width
+    sums = rows[..., :whole].unflatten(-1, (whole // width, width)).sum(dim=-1)
+    return sums if whole == size else torch.cat([sums, rows[..., whole:].sum(dim=-1, keepdim=True)], dim=-1)
 
 
 def subtract_from(target: Tensor, row: Tensor) -> float:
