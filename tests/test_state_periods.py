@@ -212,3 +212,29 @@ def test_a_state_of_other_periods_is_refused() -> None:
     one = made(DES_LOC).start()
     with pytest.raises(prsgd.CheckpointError, match=re.escape("with optimizer state {'exp_avg': 3, 'exp_avg_sq': 6},")):
         made("average").load_state_dict(one.state_dict())
+
+
+def test_a_worker_that_rests_brings_no_empty_state() -> None:
+    """Worker 1 is not finite at step 3, so its fragments are replaced one after the other, and it rests meanwhile
+    without optimizer state: what others have must not be averaged with nothing."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)).double()
+    fleet = prsgd.Fleet(net, 2)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.01, momentum=0.5)
+    local = prsgd.LocalSGD(
+        fleet, optimizer, schedule=prsgd.every(2), overlap=1, fragments=2, optimizer_state={"momentum_buffer": 1}
+    )
+    buffers = []
+    with pytest.warns(RuntimeWarning, match="worker 1: its model was not finite"), local:
+        for step in range(1, 9):
+            for worker, module in enumerate(fleet.modules):
+                for p in module.parameters():
+                    p.grad = torch.full_like(p, 1.0 if p.dim() == 2 else worker)  # biases tell the workers apart
+                if step == 3 and worker == 1:
+                    for p in module.parameters():
+                        p.data.fill_(float("nan"))
+            optimizer.step()
+            buffers.append(float(optimizer.state[fleet.modules[0][1].weight]["momentum_buffer"][0, 0]))
+    alone = [2 - 0.5**step for step in range(7)]  # all gradients of this weight are 1
+    with_the_mended_one = 1 + 0.5 * (alone[-1] + 1.5) / 2  # which has taken two steps by then
+    assert buffers == pytest.approx([*alone, with_the_mended_one], rel=1e-12)

@@ -238,7 +238,7 @@ class Hooks:
         updated, stepped, is_over = [], [], False
         for i in places:
             takes = self._roll.takes_part[i]
-            if takes:
+            if takes and not self._rests[i]:
                 updated.append(i)
             if self._closers[i] is optimizer and (takes or self._replaced[i]):
                 self._in_step[i] = self._replaced[i] = self._rests[i] = False

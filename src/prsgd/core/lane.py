@@ -143,11 +143,11 @@ class Lane:
     def inherit(self, state: Mapping[str, Any]) -> None:
         """Go on where other workers were, all from one model: after their rounds, with what they have learned. Who was
         where in the open round, and what was in flight, is forgotten."""
-        averages = self.averages
-        # A round in flight is one as well: the state is that after its launch.
-        self.books.inherit(state["books"], in_flight=state["flight"] is not None)
+        averages, flight = self.averages, state["flight"]
+        # A round in flight is one as well: the state is that after its launch. A look may have read its header.
+        self.books.inherit(state["books"], in_flight=flight is not None)
         self.loop.launches = self.books.round
-        self.snapshots.number = int(state["memory"]["number"]) + (state["flight"] is not None)
+        self.snapshots.number = int(state["memory"]["number"]) + (flight is not None and not flight["announced"])
         steps = max(int(pace["steps"]) for pace in state["paces"])
         for pace, account in zip(self.paces, averages.accounts):
             pace.steps = pace.opened_at = account.seen = account.pooled = steps

@@ -81,11 +81,12 @@ class Loop:
 
     def after_update(self, updated: Sequence[int], stepped: Sequence[int]) -> bool:
         """An optimizer has updated these. Those that have ``stepped`` with it, the last one of theirs, have one step
-        more behind them (Alg. 1 line 8, Alg. 2 line 6, Alg. 3 line 5). Is it time to ``advance``?"""
+        more behind them (Alg. 1 line 8, Alg. 2 line 6, Alg. 3 line 5), moved or not. Is it time to ``advance``?"""
         for i in updated:
             self._accounts[i].moved = True
         for i in stepped:
             self.paces[i].steps += 1
+            self._accounts[i].rested += i not in updated
             self.has_ended = False
         # At most steps nobody has anything to do.
         return any(pace.is_turn(self._clock, id) for pace, id in zip(self.paces, self._roll.ids))

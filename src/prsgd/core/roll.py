@@ -57,6 +57,10 @@ class Account:
 
     moved: bool = False
     """An optimizer has stepped it since its newest snapshot."""
+    rested: int = 0
+    """Steps since then that it took part in without moving."""
+    snapped_rested: int = 0
+    """The same of its newest snapshot, of the steps that no average has seen."""
     snapped_samples: int = 0
     """Samples it had trained on at its newest snapshot."""
     seen: int = 0
@@ -70,10 +74,11 @@ class Account:
     def snap(self, samples: int) -> None:
         """Its snapshot is taken now."""
         self.snapped_samples, self.moved = samples, False
+        self.snapped_rested, self.rested = self.snapped_rested + self.rested, 0
 
     def land(self, at: int, counted: bool) -> None:
         """An average of the snapshot that was taken after ``at`` steps has landed on it."""
-        self.seen, self.seen_samples, self.counted = at, self.snapped_samples, counted
+        self.seen, self.seen_samples, self.counted, self.snapped_rested = at, self.snapped_samples, counted, 0
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -97,8 +102,8 @@ class Brought:
 
 def brought(account: Account, *, at: int, samples: int, bad: bool, answers: bool, everybody: bool = False) -> Brought:
     """Of a worker whose model has ``at`` steps behind it, and ``samples`` that no average has seen; ``everybody``: it
-    counts with news or without."""
-    steps = at - account.seen
-    counts = not bad and (not answers or steps > 0 or everybody)
+    counts with news or without. One that has only rested since then has none, and lacks optimizer state to bring."""
+    steps = at - account.seen - account.snapped_rested
+    counts = not bad and (steps > 0 or everybody or not (answers or account.snapped_rested))
     pools = not bad and at > account.pooled and (counts or account.counted)
     return Brought(steps, samples, counts, pools)
