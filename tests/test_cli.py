@@ -362,8 +362,8 @@ def test_one_run_that_fails_does_not_spoil_the_others(tmp_path: Path) -> None:
 
 
 def test_every_choice_of_a_run_is_an_option() -> None:
-    """Seeds are not in the table: train takes one, compare takes how many. A file's hash is taken, not given."""
-    assert {*RUN, "seed", "data_sha256"} == {field.name for field in dataclasses.fields(Config)}
+    """Seeds are not in the table: train takes one, compare takes how many. Files' hashes are taken, not given."""
+    assert {*RUN, "seed", "task_sha256", "data_sha256"} == {field.name for field in dataclasses.fields(Config)}
 
 
 FILES = [

@@ -38,6 +38,7 @@ print(json.dumps([sorted(name for name in %r if sys.modules[name] is not None), 
 WORK = {
     "train --workers 2 --epochs 1 --out a": "done in",
     "methods": "pr-sgd",
+    "doctor": "The job as a whole: torchrun",
     "plan --workers 4 --steps 1000": "4 workers, 1,000 steps each",
     "probe --steps 2 --looks 2": "the largest along the path:",
     "calibrate --processes 1 --steps 24": "1 processes, a step of the slowest takes",

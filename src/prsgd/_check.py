@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Literal
 
 MOST_SHOWN = 80
 """Characters of a value that a message repeats: an error is one line that can be read."""
+MOST_LISTED = 200
+"""Characters of the choices that it lists."""
 
 
 def whole_number(name: str, value: object, *, at_least: int, at_most: int | None = None) -> int:
@@ -90,8 +93,8 @@ def from_zero_to(name: str, value: object, top: float) -> None:
         raise ValueError(f"{name} must be in [0, {top:g}), got {shown(value)}")
 
 
-def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
-    """``value`` if it is one of ``allowed``, or a ValueError.
+def one_of(name: str, value: object, allowed: Iterable[str], *, listed_by: str = "") -> str:
+    """``value`` if it is one of ``allowed``, or a ValueError; ``listed_by``: what shows all, if they are many.
 
     >>> one_of("optimizer_state", "keep", ("keep", "average", "reset"))
     'keep'
@@ -102,9 +105,25 @@ def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
     allowed = tuple(allowed)
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, allowed))}, got {shown(value)}{nearest(value, allowed)}"
+            f"{name} must be one of {_listed(allowed, listed_by)}, got {shown(value)}{nearest(value, allowed)}"
         )
     return value
+
+
+def _listed(allowed: Sequence[str], listed_by: str) -> str:
+    """The choices, or the first ones and how many more there are.
+
+    >>> _listed(["ring", "torus"], "prsgd graphs")
+    "'ring', 'torus'"
+    >>> _listed(["a" * 78, "b" * 78, "c" * 78, "d" * 78], "prsgd graphs").partition("b' and ")[2]
+    '2 more (for all: prsgd graphs)'
+    """
+    names = [shown(name) for name in allowed]
+    if len(", ".join(names)) <= MOST_LISTED:
+        return ", ".join(names)
+    first = [name for name, end in zip(names, accumulate(len(name) + 2 for name in names)) if end <= MOST_LISTED]
+    where = f" (for all: {listed_by})" if listed_by else ""
+    return f"{', '.join(first)} and {len(names) - len(first)} more{where}"
 
 
 def nearest(value: object, allowed: Iterable[str]) -> str:

@@ -35,13 +35,13 @@ EXAMPLES = {
     "report": "prsgd report runs/a runs/b",
     "timeline": "prsgd timeline runs/a --rounds 2",
     "methods": "prsgd methods d-psgd --workers 8",
+    "doctor": "torchrun --nproc-per-node 2 -m prsgd doctor",
     "plan": "prsgd plan --workers 8 --steps 100k --bandwidth 1Gbit",
     "probe": "prsgd probe --task digits --json > constants.json",
     "calibrate": "prsgd calibrate --processes 2",
     "bench": "prsgd bench --models mlp --links loopback",
     "verify": "prsgd verify",
     "data": "prsgd data get cifar10",
-    "doctor": "torchrun --nproc-per-node 2 -m prsgd doctor",
     "launch": "prsgd launch --elastic --workers 4 train.py",
 }
 """One of each: what its help shows at the end."""

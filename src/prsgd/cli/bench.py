@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
         usual = CLIMBERS if args.accuracy is not None else [name for name in CONTESTANTS if name not in ASIDE]
         contestants = list(dict.fromkeys(args.contestants or usual))
         for text in contestants:
-            one_of("contestants", parse(text, args.period)[0] if args.accuracy is not None else text, CONTESTANTS)
+            name = parse(text, args.period)[0] if args.accuracy is not None else text
+            one_of("contestants", name, CONTESTANTS, listed_by="prsgd bench --list")
         links = [Link.parse(text) for text in args.links]
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)

@@ -10,10 +10,9 @@ from prsgd.errors import PeerError
 
 
 def add(parser: Parser) -> None:
-    parser.epilog = (
-        "Under torchrun it looks at the job too: torchrun --nproc-per-node 2 -m prsgd doctor, with the options of "
-        "your own job. Exit code 1: an error was found. What needs your model and your loader is found by "
-        "prsgd.doctor(local, loader), in your script."
+    parser.description = (
+        f"{parser.description} Start the job with the options of your own one. Exit code 1: an error was found. What "
+        "needs your model and your loader is found by prsgd.doctor(local, loader), in your script."
     )
 
 

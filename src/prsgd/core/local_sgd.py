@@ -338,8 +338,9 @@ class LocalSGD:
 
     def _enter(self) -> None:
         """Alg. 1 line 1: x_i^0 = y-bar."""
-        words = [f"prsgd {prsgd.__version__}", *self._parts.words, f"{self._comm.num_workers} workers"]
-        entries = alike(self._host, self._lanes, words)
+        words = [*self._parts.words, f"{self._comm.num_workers} workers"]
+        # The version first: with another one all other lines may differ, too, and mean nothing.
+        entries = [f"prsgd {prsgd.__version__}", *alike(self._host, self._lanes, words)]
         self._newcomers = Newcomers(entries, self._host, self._lanes, self._hooks)
         told = self._comm.join(self._host.rows.device, self.launched)
         if told is None:

@@ -302,7 +302,7 @@ def find(name: str) -> Method:
     >>> print(find("slowmo").build(Settings(period=8)))
     every(8) + outer(lr=1.0, momentum=0.7, nesterov=False, by_inner_lr=True)
     """
-    return METHODS[one_of("method", name, METHODS)]
+    return METHODS[one_of("method", name, METHODS, listed_by="prsgd methods")]
 
 
 def label(
