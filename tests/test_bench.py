@@ -23,13 +23,14 @@ from torch.nn.functional import mse_loss
 from prsgd import Fleet, InProcess, LocalSGD, every, tasks
 from prsgd.bench import climb, links, race, told
 from prsgd.bench.climb import Climb, Point
-from prsgd.bench.contestants import CONTESTANTS, NONE
+from prsgd.bench.contestants import CONTESTANTS, NONE, Ground
 from prsgd.bench.links import Link, NoLinkError, made
 from prsgd.bench.models import MODELS, work
 from prsgd.bench.race import DropOutError, Lap, Race
 from prsgd.bench.rank import PARTS, drained
 from prsgd.comm.base import Then, Work
 from tests.ranks import run_command as prsgd
+from tests.ranks import run_ranks
 
 NETNS = Path("/run/netns")
 
@@ -281,6 +282,25 @@ def test_warm_ups(name: str) -> None:
     """Over a slow link one that speaks at every step would not be ready in time; one that settles is given averages."""
     steps = CONTESTANTS[name].warm_up(8)
     assert steps == (2 if name.startswith("ddp") else 48 if name.startswith("prsgd-auto") else 16)
+
+
+def trained(rank: int, name: str, period: int) -> list[Tensor]:
+    """One of two ranks' model after three periods of that contestant."""
+    share = work("mlp", rank, 2)
+    with CONTESTANTS[name].train(share, Ground(rank, 2, "127.0.0.1", period)) as step:
+        for _ in range(3 * period):
+            step()
+        return [parameter.detach().clone() for parameter in share.model.parameters()]
+
+
+@pytest.mark.parametrize(("bare", "ours", "period"), [("bare", "prsgd", 4), ("bare-6", "prsgd-overlap-6", 8)])
+def test_what_averaging_costs_at_least_averages(bare: str, ours: str, period: int) -> None:
+    """What others are measured against does the same work: its models are those of ours."""
+    for least, own in zip(*(run_ranks(trained, 2, name, period) for name in (bare, ours))):
+        for a, b in zip(least, own):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    alone = run_ranks(trained, 2, NONE, period)
+    assert not torch.allclose(alone[0][0], least[0], rtol=1e-4, atol=1e-6)
 
 
 def test_who_is_not_installed_or_fails_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

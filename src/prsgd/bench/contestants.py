@@ -109,22 +109,42 @@ def ddp(work: Work, _: Ground, hook: str | None = None) -> Iterator[Step]:
 
 
 @contextmanager
-def bare(work: Work, ground: Ground) -> Iterator[Step]:
-    """The least that averaging can cost: one sum of the model's numbers as they are, with nothing checked or told."""
-    optimizer = sgd(work)
+def bare(work: Work, ground: Ground, hidden: int = 0) -> Iterator[Step]:
+    """The least that averaging can cost: one sum of the model's numbers as they are, with nothing checked or told;
+    travelling behind so many steps, after which its change is added."""
+    optimizer, hidden = sgd(work), min(hidden, ground.period - 1)
     step, steps = plain(work, optimizer), count(1)
     parameters: list[torch.Tensor] = list(work.model.parameters())
-    flat = torch.empty(sum(p.numel() for p in parameters))
-    parts = [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in parameters]), parameters)]
+    numbers = [p.numel() for p in parameters]
+    flat, snap = torch.empty(sum(numbers)), torch.empty(sum(numbers) if hidden else 0)
+    parts = [part.view_as(p) for part, p in zip(flat.split(numbers), parameters)]
+    under_way: list[dist.Work] = []
+
+    def launch() -> None:
+        torch._foreach_copy_(parts, parameters)
+        if hidden:
+            snap.copy_(flat)
+        work = dist.all_reduce(flat, async_op=True)
+        assert work is not None
+        under_way.append(work)
+
+    def land() -> None:
+        under_way.pop().wait()
+        flat.div_(ground.ranks)
+        if hidden:
+            flat.sub_(snap)
+            torch._foreach_add_(parameters, parts)
+        else:
+            torch._foreach_copy_(parameters, parts)
 
     def step_and_sum() -> None:
         step()
-        if next(steps) % ground.period == 0:
-            with torch.no_grad():
-                torch._foreach_copy_(parts, parameters)
-                dist.all_reduce(flat)
-                flat.div_(ground.ranks)
-                torch._foreach_copy_(parameters, parts)
+        taken = next(steps)
+        with torch.no_grad():
+            if (taken + hidden) % ground.period == 0:  # so that it lands where the others do
+                launch()
+            if taken % ground.period == 0:
+                land()
 
     yield step_and_sum
 
@@ -223,6 +243,7 @@ CONTESTANTS = {
     "ddp-fp16": Contestant("the same, gradients in float16", partial(ddp, hook="fp16"), every_step=True),
     "ddp-powersgd": Contestant("the same, gradients by PowerSGD", partial(ddp, hook="powersgd"), every_step=True),
     "bare": Contestant("one bare all-reduce a period: what averaging costs at least", bare),
+    "bare-6": Contestant("the same behind six steps: what an overlap costs at least", partial(bare, hidden=6)),
     "averager": Contestant("torch's PostLocalSGDOptimizer, PeriodicModelAverager", averager),
     "accelerate": Contestant("accelerate's LocalSGD", accelerate, package="accelerate"),
     "torchft": Contestant("torchft's LocalSGD", torchft, package="torchft"),
