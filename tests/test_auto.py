@@ -291,10 +291,36 @@ def test_noise_at_lr_0_is_unknown() -> None:
     assert noise_of(net, [SGD(groups)], [[FIRST, FIRST], [SECOND, SECOND]])[1] == NEARLY
 
 
+def test_groups_that_train_beside_a_first_one_that_does_not_are_told_of() -> None:
+    """The schedule goes by the first group's lr: with 0 it would stay at period 1 for ever, without a word."""
+    net = Numbers(2)
+    a, b = net.parameters()
+    groups = [{"params": [a], "lr": 0.0}, {"params": [b], "lr": 0.1}]
+    with pytest.warns(RuntimeWarning, match="the first parameter group's lr is 0, and others train"):
+        assert noise_of(net, [SGD(groups)], [[FIRST, FIRST], [SECOND, SECOND]])[1] is None
+
+
+def test_a_closure_takes_gradients_too_late_to_be_looked_at() -> None:
+    net = nn.Linear(1, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = net(torch.ones(1, 1)).sum()
+        loss.backward()
+        return float(loss)
+
+    with (
+        pytest.raises(prsgd.UsageError, match=r"after the schedule would look at it: use one that does not"),
+        prsgd.LocalSGD(net, optimizer, schedule=prsgd.auto()),
+    ):
+        optimizer.step(closure)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.ASGD])
 def test_an_optimizer_of_another_kind_is_named(kind: Any) -> None:
     net = Numbers(1)
-    with pytest.warns(RuntimeWarning, match=rf"not for {kind.__name__}: auto\(\) stays at a period of 1"):
+    with pytest.warns(RuntimeWarning, match=rf"not for {kind.__name__}: auto\(\) learns nothing"):
         found = noise_of(net, [kind(net.parameters(), lr=0.1)], [[FIRST], [SECOND]])
     assert found == [None, None]
 
@@ -755,6 +781,74 @@ def test_a_run_may_go_on_with_auto_or_without() -> None:
                 with pytest.warns(RuntimeWarning, match="the run began with the schedule"):
                     local.load_state_dict(states[1])
         assert local.step == 40
+
+
+def flat_run(local: prsgd.LocalSGD, steps: int, seed: int, bend: float = 0.1) -> None:
+    """Steps of a fleet whose gradients are noise, and a pull to 0."""
+    draws = torch.Generator().manual_seed(seed)
+    [optimizer] = local.optimizers
+    for _ in range(steps):
+        for p in local.model.parameters():
+            p.grad = p.detach() * bend + torch.randn(p.shape, generator=draws, dtype=p.dtype)
+        optimizer.step()
+
+
+def flat(state: str, num_workers: int = 4, lr: float = 0.02) -> prsgd.LocalSGD:
+    fleet = prsgd.Fleet(nn.Linear(30, 30).double(), num_workers)
+    optimizer = SGD(fleet.parameters(), lr=lr, momentum=0.9)
+    return prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.auto(largest_lr=0.1), optimizer_state=state)
+
+
+@pytest.mark.parametrize(("before", "now"), [("average", "keep"), ("keep", "average")])
+def test_what_is_done_with_the_momentum_is_this_runs(before: str, now: str) -> None:
+    """A state tells of another run, whose workers part in another way: noise explained none of it, or too much."""
+    with flat(before) as local:
+        flat_run(local, 300, 0)
+        state = local.state_dict()
+    found = []
+    for inherits in (True, False):
+        other = flat(now, 5)
+        if inherits:
+            other.inherit(state)
+        with other:
+            flat_run(other, 600, 1)
+        late = [record.period for record in other.records][-30:-1]
+        found.append(sum(late) / len(late))
+    assert found[0] == pytest.approx(found[1], rel=0.15)
+
+
+# Epochs
+
+
+def test_an_epoch_without_a_whole_round_halves_the_period() -> None:
+    schedule = prsgd.auto(tolerance=1.0, largest_lr=1.0)
+    learned: dict[str, float] = {}
+    for round in range(1, 7):
+        learned = dict(schedule.learn(learned, a_record(round=round, noise=1.0, drift=1e-9, lr=0.1), 0.1))
+    period = opened(schedule, learned, 8).steps
+    after = schedule.cut_short(learned, 7)
+    assert opened(schedule, after, 8).steps == period  # a round of this epoch was whole
+    once, twice = (opened(schedule, found, 9) for found in (schedule.cut_short(after, 8), schedule.cut_short(after, 7)))
+    assert period is not None
+    assert once.steps == twice.steps == period // 2
+    assert once.reason == f"an epoch ended before its first round did: period {period} to {period // 2}"
+    assert schedule.cut_short({}, 1) == {}
+
+
+def test_epochs_of_few_steps_do_not_freeze_a_period_that_is_too_long() -> None:
+    """Rounds had grown beyond an epoch at a small lr; then it grows, and no round is whole any more."""
+    with flat("average", lr=0.001) as local:
+        for number in range(40):
+            local.optimizers[0].param_groups[0]["lr"] = 0.001 if number < 4 else 0.1
+            with local.epoch():
+                flat_run(local, 12, number)
+    assert max(record.period for record in local.records if record.step <= 48) == 12
+    late = [record for record in local.records if record.step > 240]
+    noise = [record.noise for record in local.records if record.noise is not None][-1]
+    target = 0.6 * 0.1**2 * noise / 4
+    drifts = [record.drift for record in late if record.drift]
+    assert sum(drifts) / len(drifts) < target
+    assert 2 < sum(record.period for record in late) / len(late) < 4  # 3 without epochs
 
 
 # Uneven data

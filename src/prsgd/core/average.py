@@ -30,6 +30,7 @@ from prsgd.core.snapshots import Snapshots
 from prsgd.errors import AverageTimeout, DivergedError, MismatchError, PeerError
 from prsgd.records import Modelled, Record
 from prsgd.replicas.rows import subtract_from
+from prsgd.schedules.base import Learns
 
 
 @dataclass
@@ -172,8 +173,8 @@ class Averages:
     """What the averaging remembers."""
     apart: bool = False
     """Did the last average have targets that differ by worker?"""
-    learn: Callable[[Mapping[str, float], Record, float], Mapping[str, float]] | None = None
-    """The schedule's, if it goes by records; and what it has learned."""
+    learns: Learns | None = None
+    """The schedule, if it goes by records; and what it has learned."""
     learned: Mapping[str, float] = field(default_factory=dict)
     hiding: Hiding | None = None
     """Chooses the overlap; None: it was given."""

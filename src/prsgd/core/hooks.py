@@ -178,11 +178,8 @@ class Hooks:
         """Between a step's gradient and its update."""
         if self.refusal is not None:
             raise UsageError(self.refusal)
-        if self._overlap and (kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)):
-            raise UsageError(
-                "optimizer.step(closure) takes its gradient after the average would land: use overlap=0, or call "
-                "backward() before optimizer.step()"
-            )
+        if kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None):
+            self._refuse_closure()
         roll, places = self._roll, self._owners[optimizer]
         if True in roll.waits or True in roll.done:  # whatever gradients somebody gave them
             for i in range(len(roll.ids)):
@@ -209,6 +206,19 @@ class Hooks:
             if loop.average is not None:
                 self._land(places)
                 break
+
+    def _refuse_closure(self) -> None:
+        """Where something is done with the gradients before the update: a closure takes them later."""
+        if self._overlap:
+            raise UsageError(
+                "optimizer.step(closure) takes its gradient after the average would land: use overlap=0, or call "
+                "backward() before optimizer.step()"
+            )
+        if self.noise is not None:
+            raise UsageError(
+                "optimizer.step(closure) takes its gradient after the schedule would look at it: use one that does "
+                "not, such as every(8), or call backward() before optimizer.step()"
+            )
 
     def _land(self, places: Sequence[int]) -> None:
         try:

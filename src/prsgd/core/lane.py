@@ -31,7 +31,7 @@ from prsgd.core.snapshots import Snapshots
 from prsgd.replicas.buffers import Buffers
 from prsgd.replicas.optimizer_state import OptimizerState
 from prsgd.replicas.rows import Rows
-from prsgd.schedules.base import Learns, Schedule
+from prsgd.schedules.base import OWN_MOMENTUM, Learns, Schedule
 
 _PLAIN = (
     "number", "members", "who", "announced", "missed", "step", "period", "overlap", "wait_seconds", "copy_seconds",
@@ -110,12 +110,12 @@ class Lane:
             patience=Patience(run.timeout_seconds),
             done_timeout_seconds=run.done_timeout_seconds,
             memory={},
-            learn=schedule.learn if isinstance(schedule, Learns) else None,
+            learns=schedule if isinstance(schedule, Learns) else None,
             learned=_known(run) if setting.learns else {},
             hiding=Hiding() if hides else None,
         )
         self.loop = Loop(schedule, self.averages, run.clock, check=run.check, lr=run.lr, set_lr=run.set_lr)
-        self._clock, self._ids = run.clock, run.roll.ids
+        self._clock, self._ids, self._known = run.clock, run.roll.ids, dict(self.averages.learned)
         self._inherited: Mapping[str, Any] = {}
         """What the averaging remembered over other workers."""
 
@@ -154,7 +154,7 @@ class Lane:
             pace.rounds = self.books.round
         if averages.hiding is not None and state["hiding"] is not None:
             averages.hiding.load_state_dict(state["hiding"])
-        averages.learned = {**averages.learned, **{str(n): float(value) for n, value in state["learned"].items()}}
+        averages.learned = self._learned(state["learned"])
         averages.mean_lr, self._inherited = float(state["mean_lr"]), dict(state["averaging"])
 
     def show(self, landing: Landing) -> Callable[[], None]:
@@ -271,8 +271,13 @@ class Lane:
         averages.apart, averages.headers.told = bool(state["apart"]), tuple(state["told"])
         if averages.hiding is not None:
             averages.hiding.load_state_dict(state["hiding"])
-        averages.learned = {**averages.learned, **{str(n): float(value) for n, value in state["learned"].items()}}
+        averages.learned = self._learned(state["learned"])
         averages.mean_lr = float(state["mean_lr"])
+
+    def _learned(self, told: Mapping[str, Any]) -> dict[str, float]:
+        """What another run, or this one before, has learned, and what is known of this one, whatever held there."""
+        learned = {str(name): float(value) for name, value in told.items() if name != OWN_MOMENTUM}
+        return {**learned, **self._known}
 
 
 def _beside(value: Any, device: torch.device) -> Any:
@@ -281,7 +286,7 @@ def _beside(value: Any, device: torch.device) -> Any:
 
 def _known(run: Run) -> dict[str, float]:
     """What a schedule that learns may go by from the beginning."""
-    return {"own_momentum": float(run.setting.optimizer_state == "keep")} if run.averaging.parts_evenly else {}
+    return {OWN_MOMENTUM: float(run.setting.optimizer_state == "keep")} if run.averaging.parts_evenly else {}
 
 
 def _check_length(name: str, values: Any, hosted: int) -> None:

@@ -82,8 +82,9 @@ class Meeting:
         then, averages.mean_lr = averages.mean_lr, average.arrived.header.sums.mean_lr(average.members)
         if averages.headers.noise is not None:
             averages.headers.noise.heard()
-        if record is not None and averages.learn is not None and not average.is_last:
-            averages.learned = averages.learn(averages.learned, replace(record, lr=then), averages.mean_lr)
+        if record is not None and averages.learns is not None:
+            now = then if average.is_last else averages.mean_lr  # nobody tells it where all have run out of data
+            averages.learned = averages.learns.learn(averages.learned, replace(record, lr=then), now)
 
     def look(self) -> Landing:
         """The exact mean of all workers' models as they are now; an average in flight has arrived."""
@@ -102,7 +103,9 @@ class Meeting:
         with self._averages.named():
             if not self._books.is_complete:
                 totals = self._summed([self._averages.headers.last().packed()])
-                self._books.complete(Sums.unpacked(totals[0].tolist()))
+                record = self._books.complete(Sums.unpacked(totals[0].tolist()))
+                if record is not None and self._averages.learns is not None:
+                    self._averages.learned = self._averages.learns.cut_short(self._averages.learned, record.round)
             if len(self._comm.members) > 1:
                 self._compare()
 

@@ -124,29 +124,32 @@ class GradientNoise:
         group; None: that cannot be told."""
         optimizer, first = self._optimizers[o], float(self._optimizers[0].param_groups[0]["lr"])
         if not first:
+            if any(float(group["lr"]) for own in self._optimizers for group in own.param_groups):
+                self._warn("the first parameter group's lr is 0, and others train: the schedule goes by the first's")
             return None
         squares: list[Tensor] = []
         for places in self._places(i, o):
             group, states = optimizer.param_groups[places.group], [optimizer.state.get(p, {}) for p in places.params]
             if not all(_is_known(p, state, group) for p, state in zip(places.params, states)):
-                self._warn(optimizer)
+                self._warn(
+                    "the schedule asks how far the scatter of gradients carries a model, which is known for optimizers "
+                    f"of SGD's and of Adam's kind, and not for {type(optimizer).__name__}"
+                )
                 return None
             gradients = places.gradients(optimizer)
             differences = list(torch._foreach_sub(places.before, gradients))
             if "betas" in group:
-                each = zip(differences, places.before, gradients, states)
-                differences = [d / _root(before, now, state, group) for d, before, now, state in each]
+                for difference, before, now, state in zip(differences, places.before, gradients, states):
+                    difference.div_(_root(before, now, state, group))
             lengths = torch.stack(torch._foreach_norm(differences)) * (_weight(group) * float(group["lr"]) / first)
             squares.append(lengths.double().square().sum())
         return torch.stack(squares).sum()
 
-    def _warn(self, optimizer: Optimizer) -> None:
+    def _warn(self, why: str) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "the schedule asks how far the scatter of gradients carries a model, which is known for optimizers of "
-                f"SGD's and of Adam's kind, and not for {type(optimizer).__name__}: auto() stays at a period of 1; use "
-                "a schedule such as every(8)",
+                f"{why}: auto() learns nothing, and keeps its period; use a schedule such as every(8)",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -245,11 +248,12 @@ def _root(before: Tensor, now: Tensor, state: Mapping[str, Any], group: Mapping[
     Where it starts afresh at every average its mean square is of a few gradients; if it has none, it is of these two.
     """
     kept, largest, steps = state.get("exp_avg_sq"), state.get("max_exp_avg_sq"), float(state.get("step", 0))
-    square: Tensor = (before.square() + now.square()) / 2
     if kept is not None and steps:
         past = float(group["betas"][1])
-        square = past * local(kept).to(before.dtype) + (1 - past) * now.square()
+        square = torch.addcmul(past * local(kept).to(before.dtype), now, now, value=1 - past)
         if largest is not None:
             square = torch.maximum(square, local(largest).to(before.dtype))
         square /= 1 - past ** (steps + 1)
-    return square.sqrt() + max(float(group["eps"]), torch.finfo(before.dtype).tiny)
+    else:
+        square = torch.addcmul(before.square(), now, now).div_(2)
+    return square.sqrt_().add_(max(float(group["eps"]), torch.finfo(before.dtype).tiny))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from prsgd._check import positive, whole_number
 from prsgd.records import Record
-from prsgd.schedules.base import Learns, Now, Round
+from prsgd.schedules.base import OWN_MOMENTUM, Learns, Now, Round
 
 OLD = 0.7
 """Share of the past in the running mean of the gradients' noise, at each average that brings a new number."""
@@ -83,6 +83,8 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
         if period == before:
             return Round(steps=period)
         drift, target, systematic = (now.learned[name] for name in ("drift", "target", "systematic"))
+        if math.isnan(drift):
+            return Round(steps=period, reason=f"an epoch ended before its first round did: period {before} to {period}")
         weighed = f" ({systematic:.0%} of it systematic, weighed {SYSTEMATIC:g}-fold)" if systematic else ""
         reason = f"drift {drift:.3g}{weighed}, target {target:.3g}: period {before} to {period}"
         return Round(steps=period, reason=reason)
@@ -117,15 +119,28 @@ class auto(Learns):  # noqa: N801 - a word in the user's sentence
         if math.isfinite(drift) and math.isfinite(target):
             # As it was planned: a process whose workers have run out of data sees no period in its record.
             wanted = self._next(int(found["period"]), steps, drift, target)
-            found |= {"period": float(wanted), "drift": drift, "target": target}
+            found |= {"period": float(wanted), "drift": drift, "target": target, "heard": 1.0}
+        return found
+
+    def cut_short(self, learned: Mapping[str, float], round: int) -> Mapping[str, float]:
+        """Of an epoch without a whole round nothing is known, and the period would stay whatever happens: rounds of
+        half the length may be whole."""
+        found = dict(learned)
+        if not found.pop("heard", 0.0) and "period" in found:
+            found |= {"before": found["period"], "period": float(max(1, int(found["period"]) // 2))}
+            found |= {"since": round + 1.0, "drift": math.nan}
         return found
 
     def _excess(self, found: dict[str, float], lr: float, drift: float, steps: int) -> float:
         """How many times as large as noise explains the drift has been lately, with that of a round of so many steps
         that ended at this lr; 0: that is not known."""
-        if not {"own_momentum", "momentum"} <= found.keys():
+        if not {OWN_MOMENTUM, "momentum"} <= found.keys():
             return 0.0
-        expected = lr * lr * found["noise"] * _noisy_steps(steps, found["momentum"], own=found["own_momentum"] > 0)
+        own = found[OWN_MOMENTUM]
+        if found.setdefault("excess_own", own) != own:  # it was of a run whose workers part in another way
+            found["excess_own"] = own
+            found.pop("excess", None)
+        expected = lr * lr * found["noise"] * _noisy_steps(steps, found["momentum"], own=own > 0)
         if expected > 0 and 0.9 < found.get("lr", lr) / lr < 1.1:  # the lr was about the same in the whole round
             now = min(MOST_EXCESS, drift / expected)
             found["excess"] = OLD_EXCESS * found.get("excess", now) + (1 - OLD_EXCESS) * now

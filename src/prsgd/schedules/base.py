@@ -100,6 +100,9 @@ class SharesSpeed(Schedule):
     """A schedule that must know every worker's seconds a step: the averages' headers carry them."""
 
 
+OWN_MOMENTUM = "own_momentum"
+
+
 class Learns(Schedule):
     """A schedule that goes by what happened: how far the workers drift apart, and how much their gradients scatter.
 
@@ -116,4 +119,8 @@ class Learns(Schedule):
 
         ``lr`` is the mean of all workers' at the newest average, which is the one after that of the record.
         """
+        return learned
+
+    def cut_short(self, learned: Mapping[str, float], round: int) -> Mapping[str, float]:
+        """The same when an epoch has ended, by an average that cut this round short: its record is not shown."""
         return learned
