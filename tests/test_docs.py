@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from contextlib import ExitStack
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,6 +23,13 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in docs.ELSEWHERE)])
 BLOCK = re.compile(r"^(?:<!-- (?P<marker>.*?) -->\n)?```(?:python|py)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 MARKERS = re.compile(r"not run: .+|run: (torchrun|elastic) (\d+)")
+
+
+MODULES = [
+    name
+    for name in re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference" / "modules.md").read_text(), re.MULTILINE)
+    if not name.startswith("prsgd.integrations.")
+]
 
 
 def named(page: Path) -> str:
@@ -135,6 +143,13 @@ def test_the_reference_is_whole() -> None:
 @pytest.mark.parametrize("name", prsgd.__all__)
 def test_a_public_name_has_an_example(name: str) -> None:
     assert ">>> " in (getattr(prsgd, name).__doc__ or "")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_name_in_a_module_has_an_example(name: str) -> None:
+    """Those of integrations are scripts, which tests/test_integration_pages.py runs."""
+    module, _, thing = name.rpartition(".")
+    assert ">>> " in (getattr(import_module(module), thing).__doc__ or "")
 
 
 def test_every_command_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
