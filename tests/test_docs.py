@@ -156,6 +156,9 @@ def test_every_command_shows_an_example(capsys: pytest.CaptureFixture[str]) -> N
     from prsgd.cli import main
 
     assert list(EXAMPLES) == list(COMMANDS)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out.splitlines()[-1] == f"example: {EXAMPLES['train']}"
     for name, example in EXAMPLES.items():
         with pytest.raises(SystemExit):
             main([name, "--help"])
