@@ -106,7 +106,7 @@ class Snapshots:
         bad = _not_finite(totals, snap, extras, buffers)
         for i in (i for i, is_bad in enumerate(bad) if is_bad):
             self.not_finite[i] = self.buffers.not_finite(i)
-        marks = tuple(float(zlib.crc32(parts.numpy().tobytes())) for parts in sums)
+        marks = tuple(float(zlib.crc32(parts.view(torch.uint8).numpy().tobytes())) for parts in sums)
         return Boarded(snap, extras, buffers, flat, bad, totals, marks)
 
     def brought(self, i: int, snap: Tensor) -> Tensor:
