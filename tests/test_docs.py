@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from contextlib import ExitStack
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,22 +22,29 @@ from tools import docs
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in docs.ELSEWHERE)])
 BLOCK = re.compile(r"^(?:<!-- (?P<marker>.*?) -->\n)?```(?:python|py)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
-MARKERS = re.compile(r"not run: .+|run: torchrun (\d+)")
+MARKERS = re.compile(r"not run: .+|run: (torchrun|elastic) (\d+)")
+
+
+MODULES = [
+    name
+    for name in re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference" / "modules.md").read_text(), re.MULTILINE)
+    if not name.startswith("prsgd.integrations.")
+]
 
 
 def named(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def blocks() -> list[tuple[str, str, int]]:
-    """Every block of Python that is a program: its page and number, its code, in how many processes it runs."""
+def blocks(launcher: str) -> list[tuple[str, str, int]]:
+    """Every block of Python that this launcher runs: its page and number, its code, in how many processes."""
     found = []
     for page in PAGES:
         for number, block in enumerate(BLOCK.finditer(page.read_text()), start=1):
             marker = MARKERS.fullmatch(block["marker"] or "run: torchrun 1")
             assert marker is not None, f"{named(page)}: {block['marker']}"
-            if marker[1]:
-                found.append((f"{named(page)}, block {number}", block["code"], int(marker[1])))
+            if marker[1] == launcher:
+                found.append((f"{named(page)}, block {number}", block["code"], int(marker[2])))
     return found
 
 
@@ -68,7 +76,7 @@ def test_no_block_is_overlooked() -> None:
         assert len(BLOCK.findall(text)) == len(re.findall(r"```py(?:thon)?\b", text)), named(page)
 
 
-@pytest.mark.parametrize(("code", "processes"), [pytest.param(*run, id=name) for name, *run in blocks()])
+@pytest.mark.parametrize(("code", "processes"), [pytest.param(*run, id=name) for name, *run in blocks("torchrun")])
 def test_a_block_of_python_runs(code: str, processes: int, tmp_path: Path) -> None:
     """In an empty folder, by itself: as ``python page.py``, or in processes that have torchrun's environment."""
     path = tmp_path / "page.py"
@@ -83,6 +91,19 @@ def test_a_block_of_python_runs(code: str, processes: int, tmp_path: Path) -> No
         for program in programs:
             out, err = program.communicate(100)
             assert program.process.exitcode == 0, out + err
+
+
+@pytest.mark.parametrize(("code", "processes"), [pytest.param(*run, id=name) for name, *run in blocks("elastic")])
+def test_a_block_of_python_runs_where_workers_come_and_go(code: str, processes: int, tmp_path: Path) -> None:
+    """As ``prsgd launch --elastic page.py`` starts it, with a lighthouse."""
+    if find_spec("torchft") is None:
+        pytest.skip("torchft is not installed: the extra [elastic]")
+    path = tmp_path / "page.py"
+    path.write_text(code)
+    done = ranks.run_command(
+        "launch", "--elastic", "--workers", str(processes), str(path), cwd=tmp_path, timeout_seconds=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -124,10 +145,20 @@ def test_a_public_name_has_an_example(name: str) -> None:
     assert ">>> " in (getattr(prsgd, name).__doc__ or "")
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_a_name_in_a_module_has_an_example(name: str) -> None:
+    """Those of integrations are scripts, which tests/test_integration_pages.py runs."""
+    module, _, thing = name.rpartition(".")
+    assert ">>> " in (getattr(import_module(module), thing).__doc__ or "")
+
+
 def test_every_command_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     from prsgd.cli import main
 
     assert list(EXAMPLES) == list(COMMANDS)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out.splitlines()[-1] == f"example: {EXAMPLES['train']}"
     for name, example in EXAMPLES.items():
         with pytest.raises(SystemExit):
             main([name, "--help"])

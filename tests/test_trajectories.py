@@ -38,6 +38,21 @@ def test_every_2_overlap_2_lands_by_the_delta_rule() -> None:
     assert [r.step for r in local.records] == [2, 4, 4]
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_fleet_of_bfloat16_models_is_summed_in_float32(overlap: int) -> None:
+    """1 and 1 + 2^-7 are neighbours in bfloat16: their mean is between them, and lands at the even one, 1."""
+    fleet = prsgd.Fleet(nn.Linear(1, 1, bias=False).bfloat16(), 2)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=1.0)
+    goals = torch.tensor([[[1.0]], [[1 + 2.0**-7]]], dtype=torch.bfloat16)
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2), overlap=overlap) as local:
+        for _ in range(4):
+            optimizer.zero_grad()
+            fleet.backward(lambda w, goal: (w - goal).square().sum() / 2, torch.ones_like(goals), goals)
+            optimizer.step()
+    assert [module.weight.tolist() for module in fleet.modules] == [[[1.0]], [[1.0]]]
+    assert local.records[0].drift == 2.0**-16  # (2^-8)^2: about a mean in bfloat16, which is 1, it would be 2^-15
+
+
 def test_growing_sets_length_and_lr() -> None:
     # N = 1: K^s = ceil(s^(1/3)) = 1, 2, 2, ... and lr 1/2 s^(-2/3); towards 4 from 0.
     path, local = walk([4.0], schedule=prsgd.growing(lr_scale=0.5), steps=5, lr=123.0)

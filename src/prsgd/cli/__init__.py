@@ -45,6 +45,7 @@ EXAMPLES = {
     "launch": "prsgd launch --elastic --workers 4 train.py",
 }
 """One of each: what its help shows at the end."""
+_EPILOG = f"prsgd COMMAND --help tells more, with an example of each.\nexample: {EXAMPLES['train']}"
 DRAWS = {"compare": None, "report": None, "timeline": None, "plan": "plot", "verify": "out", "bench": "out"}
 """Commands that need the lab extra: always, or where this option is given."""
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name need not be text, as on stderr
-    parser = Parser(prog="prsgd", description=prsgd.__doc__, epilog="prsgd COMMAND --help tells more.")
+    parser = Parser(prog="prsgd", description=prsgd.__doc__, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"prsgd {prsgd.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for name, summary in COMMANDS.items():

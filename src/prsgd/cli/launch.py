@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -39,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
         address, lighthouse = serve("127.0.0.1", port)
     told = " ".join(f"{name}={value}" for name, value in job.elastic_environment(0, workers, address).items())
-    print(f"prsgd launch: worker 0 again: {told} {sys.executable} {args.script}", file=sys.stderr)
+    again = shlex.join([sys.executable, str(args.script), *args.arguments])
+    print(f"prsgd launch: worker 0 again: {told} {again}", file=sys.stderr)
     processes = [_start(worker, workers, address, args) for worker in range(workers)]
     try:
         return _watch(processes)

@@ -100,6 +100,10 @@ class _Help(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=80)
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Each line by itself: an example is not to be filled up with what stands before it."""
+        return "\n".join(super(_Help, self)._fill_text(line, width, indent) for line in text.split("\n"))
+
 
 @contextmanager
 def refusing(command: str) -> Iterator[None]:

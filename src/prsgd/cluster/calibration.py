@@ -38,6 +38,17 @@ def calibrate(
 
     Takes ``steps`` steps with LocalSGD, of which the first third warms up, then ``averages`` sums of two sizes.
     The model is trained by them.
+
+    >>> import prsgd
+    >>> model = nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def step():
+    ...     optimizer.zero_grad()
+    ...     model(torch.ones(8, 4)).square().mean().backward()
+    ...     optimizer.step()
+    >>> cluster = calibrate(model, optimizer, step, prsgd.init(), steps=24)  # without torchrun: one worker
+    >>> cluster.speeds, 0 < cluster.step_seconds < 1
+    ((1.0,), True)
     """
     whole_number("steps", steps, at_least=6 * PERIOD)
     if len(comm.workers) != 1:

@@ -100,7 +100,15 @@ def placed(what: str) -> str:
 
 
 def write(cluster: Cluster, path: Path) -> None:
-    """As a file that ``load`` reads."""
+    """As a file that ``load`` reads.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "two.toml"
+    >>> two = Cluster("two", speeds=(2.0, 1.0), step_seconds=0.1, bytes_per_second=125e6)
+    >>> write(two, path)
+    >>> load(str(path), workers=2) == two
+    True
+    """
     lines = [
         f'name = "{cluster.name}"',
         f'step_time = "{cluster.step_seconds * 1e3:.9g}ms"  # of a worker with speed 1',

@@ -47,7 +47,10 @@ def launch(fn: Callable[..., R], *, processes: int, args: Sequence[Any] = (), th
         if __name__ == "__main__":
             prsgd.launch(train, processes=2, args=(10,))
 
-    >>> launch(print, processes=0)
+    >>> import torch.distributed as dist
+    >>> launch(dist.get_rank, processes=2)
+    [0, 1]
+    >>> launch(dist.get_rank, processes=0)
     Traceback (most recent call last):
     ValueError: processes must be a whole number >= 1, got 0
     """

@@ -27,6 +27,12 @@ class Shards:
     2
     >>> [xs.shape for xs, ys in shards.epoch(1)]  # worker, sample
     [torch.Size([2, 2]), torch.Size([2, 2])]
+
+    In a process of worker 1 alone, as under torchrun with ``workers=comm.workers``:
+
+    >>> ours = Shards(x, y, num_workers=2, batch_size=2, workers=range(1, 2))
+    >>> all(torch.equal(xs[0], every[1]) for (xs, _), (every, _) in zip(ours.epoch(1), shards.epoch(1)))
+    True
     """
 
     x: Tensor

@@ -47,6 +47,14 @@ class LocalSGD:
     ``local_sgd_steps`` may be a schedule, too. The rest are the arguments of ``prsgd.LocalSGD``, which is ``.local``
     inside the block. The optimizers are those that ``accelerator.prepare`` was given for the model. A step is an
     ``optimizer.step()`` that ran, so ``step()`` has nothing to do.
+
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8, overlap=1) as local_sgd:
+            for inputs, labels in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_fn(model(inputs), labels))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    local_sgd.step()
     """
 
     def __init__(

@@ -57,6 +57,10 @@ def local_sgd(
     To be called before ``trainer.train()``. The arguments are those of ``prsgd.LocalSGD``, which is ``trainer.local``
     once training has begun.
 
+        trainer = Trainer(model=model, args=TrainingArguments("runs/text"), train_dataset=dataset)
+        local_sgd(trainer, schedule=prsgd.every(8))
+        trainer.train()
+
     Evaluation, checkpoints and the model after training are the average of all workers; beside it a checkpoint holds
     every worker's own in ``prsgd-<worker>.pt``, from which ``train(resume_from_checkpoint=...)`` goes on to the last
     bit. Rounds, bytes and drift are logged with the loss. Sets ``args.average_tokens_across_devices`` to False: a

@@ -46,7 +46,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound as the sum of its terms, and what must be said of it."""
+    """A bound as the sum of its terms, and what must be said of it.
+
+    >>> bound = Bound(initial=1.0, drift=20.25, noise=0.5)
+    >>> bound.total, bound.dominant, bound.applies
+    (21.75, 'drift', True)
+    """
 
     initial: float
     """What is left of the distance from the start: falls with the number of steps."""
@@ -196,7 +201,12 @@ def steps_for_speedup(*, workers: int, period: int, overlap: int = 1) -> int:
 
 @dataclass(frozen=True)
 class GrowingBound(Bound):
-    """Theorem 2's, with its series summed. It allows for an lr above 1/L in the first rounds, at a price."""
+    """Theorem 2's, with its series summed. It allows for an lr above 1/L in the first rounds, at a price.
+
+    >>> bound = GrowingBound(initial=8.0, drift=0.0, noise=2.0, early=3.0, early_rounds=1, steps=1)
+    >>> bound.total, bound.initial - bound.early  # what the early rounds cost is a part of initial
+    (10.0, 5.0)
+    """
 
     early: float = 0.0
     """That price: 2 C / W, a part of ``initial``."""
