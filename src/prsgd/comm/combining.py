@@ -72,18 +72,24 @@ def combine_over(
 def _start(
     peers: Peers, group: dist.ProcessGroup, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int
 ) -> list[dist.Work]:
-    """Send every other process its tensor, and fill those that come from it.
-
-    Of two processes the first one speaks first: nccl does what two have with each other in the order in which it was
-    started, and two that both listen first would wait for ever.
-    """
+    """Send every other process its tensor, and fill those that come from it."""
     works = []
     for peer in peers.others:
-        for speaks in (True, False) if peers.process < peer else (False, True):
+        for speaks in (True, False) if peers.process < peer and not listens_first(group) else (False, True):
             tensor = (send if speaks else receive)[peer]
             if tensor.numel():
                 works.append((group.send if speaks else group.recv)([tensor], peer, tag))
     return works
+
+
+def listens_first(group: dist.ProcessGroup) -> bool:
+    """Are all to be ready for the others' messages before they send their own, or is one of two to speak first?
+
+    gloo sends when the peer has said that it is ready, and that word would travel behind the peer's own
+    message: in half of all swaps over a slow link the two messages came one after the other. nccl does what two have
+    with each other in the order in which it was started, and two that both listened first would wait for ever.
+    """
+    return isinstance(group, dist.ProcessGroupGloo)
 
 
 def _finish(works: Sequence[dist.Work], limit: timedelta) -> None:

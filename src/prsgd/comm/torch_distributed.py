@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  
 
 from prsgd._check import one_of, positive, whole_number
 from prsgd.comm.base import Combine, Communicator, Done, Route, Then, Work, hosted_range
-from prsgd.comm.combining import Peers, combine_over
+from prsgd.comm.combining import Peers, combine_over, listens_first
 from prsgd.comm.connection import Connection
 from prsgd.comm.links import SHAPES, bytes_of_combination, bytes_of_sum
 from prsgd.comm.works import Errand, Pending, PendingAll
@@ -132,7 +132,10 @@ class TorchDistributed(Communicator):
         def start(group: dist.ProcessGroup) -> list[dist.Work]:
             works = []
             # Both ends walk the routes in one order, so that messages between two processes match.
-            for route in sorted(set(send) | set(receive)):
+            routes = sorted(set(send) | set(receive))
+            if listens_first(group):
+                routes.sort(key=lambda route: self._host(route[1]) != self._process)
+            for route in routes:
                 source, target = (self._host(worker) for worker in route)
                 if source == target:
                     receive[route].copy_(send[route])
@@ -218,8 +221,9 @@ def _hand_in(group: dist.ProcessGroup, flat: Tensor, tag: int, limit: timedelta)
 
 
 def _swap(group: dist.ProcessGroup, flat: Tensor, others: Tensor, tag: int, limit: timedelta, *, peer: int) -> None:
-    """Both processes' part of a sum of two: a + b and b + a are the same to the last bit."""
-    sent, received = group.send([flat.contiguous()], peer, tag), group.recv([others], peer, tag)
+    """Both processes' part of a sum of two: a + b and b + a are the same to the last bit.
+    It is for ``listens_first`` alone."""
+    received, sent = group.recv([others], peer, tag), group.send([flat.contiguous()], peer, tag)
     received.wait(limit)
     sent.wait(limit)
     _add(flat, others)
