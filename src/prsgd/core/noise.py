@@ -73,7 +73,7 @@ class GradientNoise:
         if steps % EVERY and o == self._owners[i][-1]:
             parts = [part for own in self._owners[i] if (part := self._parts[i].get(own)) is not None]
             if len(parts) == len(self._owners[i]):  # one that did not step twice in a row has nothing to say
-                self._found[i].append(torch.stack(parts).sum() / 2)
+                self._found[i].append(_sum(parts))
             self._parts[i].clear()
 
     def told(self) -> tuple[float, float, float]:
@@ -120,7 +120,7 @@ class GradientNoise:
         return self._cut[i][o]
 
     def _moved(self, i: int, o: int) -> Tensor | None:
-        """The squared distance that the differences of these gradients carry the model apart, at lr 1 of the first
+        """Half the squared distance that the differences of these gradients carry the model apart, at lr 1 of the first
         group; None: that cannot be told."""
         optimizer, first = self._optimizers[o], float(self._optimizers[0].param_groups[0]["lr"])
         if not first:
@@ -141,9 +141,11 @@ class GradientNoise:
             if "betas" in group:
                 for difference, before, now, state in zip(differences, places.before, gradients, states):
                     difference.div_(_root(before, now, state, group))
-            lengths = torch.stack(torch._foreach_norm(differences)) * (_weight(group) * float(group["lr"]) / first)
-            squares.append(lengths.double().square().sum())
-        return torch.stack(squares).sum()
+            weight = _weight(group) * float(group["lr"]) / first
+            squares.append(
+                torch.stack(torch._foreach_norm(differences)).double().square().sum() * (weight * weight / 2)
+            )
+        return _sum(squares)
 
     def _warn(self, why: str) -> None:
         if not self._warned:
@@ -203,6 +205,11 @@ class _Places:
             torch.zeros_like(kept) if grad is None else grad if grad.dtype == kept.dtype else grad.to(kept.dtype)
             for grad, kept in zip(grads, self.before)
         ]
+
+
+def _sum(numbers: Sequence[Tensor]) -> Tensor:
+    """Mostly there is one, and nothing to do."""
+    return numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).sum()
 
 
 def _owned(optimizer: Optimizer, named: Mapping[str, Parameter]) -> list[tuple[int, int]]:
