@@ -235,6 +235,8 @@ def _with(**parts: Any) -> Callable[[Work, Ground], AbstractContextManager[Step]
 
 NONE = "none"
 """The limit: what the others' throughput is a fraction of."""
+MEASURES = (NONE, "bare", "bare-6")
+"""They take part to measure the others by, and are no way to train."""
 
 CONTESTANTS = {
     NONE: Contestant("no communication: the limit", alone),

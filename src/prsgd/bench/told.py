@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import prsgd
 from prsgd.bench.climb import Climb
-from prsgd.bench.contestants import CONTESTANTS, NONE, is_ours
+from prsgd.bench.contestants import CONTESTANTS, MEASURES, NONE, is_ours
 from prsgd.bench.race import Race
 from prsgd.bench.rank import PARTS
 from prsgd.report.figures import save
@@ -97,7 +97,7 @@ def markdown(races: Sequence[Race]) -> str:
                 cells.append("")
                 continue
             share = f"{race.share(name):.3f}"
-            best = next((n for n in race.ranking() if n != NONE), None)
+            best = next((n for n in race.ranking() if n not in MEASURES), None)
             cells.append(f"**{share}**" if name == best else share)
         lines.append(f"| {CONTESTANTS[name].summary} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
