@@ -38,19 +38,18 @@ def _of(summary: Row, name: str) -> Any:
 
 
 def add(folders: Iterable[Path], place: Path) -> int:
-    """Put the finished runs among ``folders`` into the file; returns how many were new."""
-    rows: list[Row] = json.loads(place.read_text()) if place.exists() else []
-    known = {_identity(row) for row in rows}
-    new = []
+    """Put the finished runs among ``folders`` into the file, in the place of those that were there under the same name;
+    returns how many changed something."""
+    before: list[Row] = json.loads(place.read_text()) if place.exists() else []
+    rows = {_identity(row): row for row in before}
     for folder in folders:
         if (folder / files.SUMMARY).exists():
             config, summary = (json.loads((folder / name).read_text()) for name in (files.CONFIG, files.SUMMARY))
             row = {name: config[name] for name in CONFIG} | {name: _of(summary, name) for name in SUMMARY}
-            if _identity(row) not in known:
-                new.append(row)
-    rows = sorted([*rows, *new], key=lambda row: [str(part).rjust(20) for part in _identity(row)])
-    place.write_text("[\n" + ",\n".join("  " + json.dumps(row) for row in rows) + "\n]\n")
-    return len(new)
+            rows[_identity(row)] = row
+    ordered = sorted(rows.values(), key=lambda row: [str(part).rjust(20) for part in _identity(row)])
+    place.write_text("[\n" + ",\n".join("  " + json.dumps(row) for row in ordered) + "\n]\n")
+    return sum(row not in before for row in ordered)
 
 
 def _identity(row: Row) -> tuple[Any, ...]:
@@ -160,7 +159,7 @@ def main() -> None:
     drawing.add_argument("--split", default="iid")
     args = parser.parse_args()
     if args.command == "add":
-        print(add(args.runs, args.file), "new runs")
+        print(add(args.runs, args.file), "runs are new or changed")
         return
     rows = [
         row for row in json.loads(args.file.read_text()) if (row["model"], row["split"]) == (args.model, args.split)
