@@ -154,16 +154,26 @@ def write(found: Sequence[Race | Climb], folder: Path, command: str) -> list[Pat
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / "bench.json"
     kept.write_text(json.dumps({"command": command, **content(found)}, indent=1) + "\n", encoding="utf-8")
-    races, climbs = _apart(found)
     page = folder / "bench.md"
-    tables = ([markdown(races), markdown_of_parts(races)] if races else []) + [*map(_markdown_of_climb, climbs)]
-    page.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
-    figures: dict[str, Callable[[], Drawing]] = {}
+    page.write_text("\n\n".join(tables(found)) + "\n", encoding="utf-8")
+    return [kept, page, *save(folder, figures(found))]
+
+
+def tables(found: Sequence[Race | Climb]) -> list[str]:
+    """Markdown: one of all races, one of where their averages spend time, and one of each climb."""
+    races, climbs = _apart(found)
+    return ([markdown(races), markdown_of_parts(races)] if races else []) + [*map(_markdown_of_climb, climbs)]
+
+
+def figures(found: Sequence[Race | Climb]) -> dict[str, Callable[[], Drawing]]:
+    """By name; drawn when they are called."""
+    races, climbs = _apart(found)
+    made: dict[str, Callable[[], Drawing]] = {}
     if races:
-        figures["bench"] = lambda: draw(races)
+        made["bench"] = lambda: draw(races)
     if climbs:
-        figures["accuracy"] = lambda: draw_climbs(climbs)
-    return [kept, page, *save(folder, figures)]
+        made["accuracy"] = lambda: draw_climbs(climbs)
+    return made
 
 
 def read(place: Path) -> list[Race | Climb]:
@@ -188,14 +198,14 @@ def _markdown_of_climb(climb: Climb) -> str:
 
 
 def draw(races: Sequence[Race]) -> Drawing:
-    """Bars: the share of the throughput without communication, one panel a race."""
+    """Bars: the share of the throughput without communication, one panel a race. What only measures is pale."""
     from matplotlib.figure import Figure as Drawing
 
     names = [n for n in reversed(CONTESTANTS) if n != NONE and any(n in race.laps for race in races)]
     drawing = Drawing(figsize=(0.9 + 1.9 * len(races), 0.7 + 0.2 * len(names)), layout="constrained")
     for axes, race in zip(drawing.subplots(1, len(races), sharey=True, squeeze=False)[0], races):
         shares = [race.share(name) if name in race.laps else 0.0 for name in names]
-        colours = [COLOURS[0] if is_ours(name) else COLOURS[6] for name in names]
+        colours = ["0.75" if name in MEASURES else COLOURS[0] if is_ours(name) else COLOURS[6] for name in names]
         axes.barh(range(len(names)), shares, color=colours, height=0.7)
         for place, share in enumerate(shares):
             if share:
