@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=RESULTS)
     args = parser.parse_args()
     files = [folder / "bench.json" for folder in args.folders]
-    commands = []
+    commands: list[str] = []
     for file in files:
         content = json.loads(file.read_text())
         commands += content["commands"] if "commands" in content else [content["command"]]
