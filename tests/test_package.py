@@ -37,7 +37,7 @@ def test_using_it_imports_no_plotting() -> None:
 
 # Data flow one way (DESIGN §4): a folder is a layer, and imports from its own line or from lines above it.
 LAYERS = [
-    "errors _check _fields _json _toml units metrics records files",
+    "errors _check _fields _json _toml _warn units metrics records files",
     "clocks",
     "comm",
     "schedules averaging",

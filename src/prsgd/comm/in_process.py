@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import torch.distributed as dist
 from torch import Tensor
 
 from prsgd._check import one_of, whole_number
+from prsgd._warn import warn
 from prsgd.comm.base import Combine, Communicator, Done, Route, Work
 from prsgd.comm.links import SHAPES, bytes_of_combination, bytes_of_sum
 
@@ -26,11 +26,9 @@ class InProcess(Communicator):
         self.workers = range(self.num_workers)
         self.timeout_seconds = 600.0  # nobody waits here
         if num_workers > 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            warnings.warn(
+            warn(
                 f"InProcess keeps its {num_workers} workers to this process, which is one of {dist.get_world_size()} "
                 f"of a job: TorchDistributed(num_workers={num_workers}) spreads them over all",
-                UserWarning,
-                stacklevel=2,
             )
 
     def __repr__(self) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import warnings
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in torch's own export list
 
+from prsgd._warn import warn
 from prsgd.comm import job
 from prsgd.comm.base import Communicator
 from prsgd.comm.in_process import InProcess
@@ -22,10 +22,9 @@ def current(num_workers: int | None = None, *, timeout_seconds: float = 600.0) -
     if dist.is_available() and dist.is_initialized():
         return TorchDistributed(num_workers=num_workers, timeout_seconds=timeout_seconds)
     if dist.is_available() and dist.is_torchelastic_launched():
-        warnings.warn(
+        warn(
             "torchrun started this process but no process group is up, so it trains alone: call prsgd.init() first",
             RuntimeWarning,
-            stacklevel=3,
         )
     return InProcess(1 if num_workers is None else num_workers)
 

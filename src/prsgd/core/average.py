@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prsgd._warn import warn
 from prsgd.averaging.base import NOISE_WIDTH, Averaging, Landing, Memory, Sums
 from prsgd.clocks.base import Sent, Timekeeper
 from prsgd.comm.base import Communicator, Missed, Work
@@ -278,12 +278,11 @@ class Averages:
         average.counts = tuple(counts and id not in out for counts, id in zip(average.counts, self.roll.ids))
         for id in sorted(set(out) - self.named_outliers) if self.books.speaks else ():
             self.named_outliers.add(id)
-            warnings.warn(
+            warn(
                 f"round {self.books.number}: worker {id} was left out of the average: it changed its model by "
                 f"{abs(landing.header.tells[id]):.3g}, far more than is usual for it and for the others; it restarts "
                 "from their mean, with fresh optimizer state (if it happens again, records tell: Record.outliers)",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def land(self, i: int, average: Average) -> None:
@@ -336,10 +335,9 @@ class Averages:
     def _tell_of_bad(self, i: int) -> None:
         buffer = self.snapshots.not_finite.get(i)
         where = f" (buffer {buffer!r})" if buffer else ""
-        warnings.warn(
+        warn(
             f"worker {self.roll.ids[i]}: its model was not finite{where} and was replaced by the other workers' mean",
             RuntimeWarning,
-            stacklevel=2,
         )
 
     def pools(self, average: Average) -> bool:

@@ -7,7 +7,6 @@ incomplete until that one's header arrives.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from prsgd._check import whole_number
+from prsgd._warn import warn
 from prsgd.averaging.base import Sums
 from prsgd.core.pace import Pace
 from prsgd.core.roll import Roll
@@ -225,13 +225,12 @@ class Books:
         still = self._alike and record.workers > 1 and record.period > 0 and record.lr > MOVES_NOTHING
         self._still = self._still + 1 if still else 0
         if self._still == 2 and self.speaks and before is not None:
-            warnings.warn(
+            warn(
                 f"rounds {before.round} and {record.round}: all workers' models were alike to the last bit before "
                 "they were averaged. Is DistributedDataParallel (or a trainer's ddp strategy) left on, so that "
                 "gradients still travel at every step? Or do all workers get the same batches? Use the model without "
                 "DDP, and give each worker its own part of the data",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def defer(self, own: Sums) -> None:

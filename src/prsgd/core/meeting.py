@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prsgd._warn import warn
 from prsgd.averaging.base import Landing, Sums
 from prsgd.averaging.summed import summed
 from prsgd.core.average import Average, Averages
@@ -54,11 +54,10 @@ class Meeting:
             average.landing, averages.apart = self._rescued(landing, look=False), self._apart_after(landing)
             landing = average.landing
             if landing.target is None and landing.header.sums.workers and any(landing.header.steps):
-                warnings.warn(
+                warn(
                     f"round {self._books.number}: the weights of all workers are 0 (or so small that float32 knows "
                     "none), so nothing was averaged",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
         averages.leave_out(average)
         averages.note(average)
@@ -215,12 +214,11 @@ class Meeting:
         running = len(self._comm.members) - sums.done
         hosted = len(self._averages.paces) - own.done
         if hosted and sums.saved * hosted != own.saved * running:
-            warnings.warn(
+            warn(
                 f"round {self._books.number}: not all workers saved a state equally often since the last average "
                 f"({own.saved / hosted:g} times here, {sums.saved / running:.3g} in the mean): states fit together "
                 "only if all are taken between the same two averages, so save by local.launched, not by local.step",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def _diverged(self, sums: Sums) -> DivergedError:

@@ -10,7 +10,6 @@ count by the ratio of the two. The result is for lr 1: times lr^2 it is a square
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+from prsgd._warn import warn
 from prsgd.core.resuming import check_tensor
 from prsgd.replicas.rows import Rows, local
 
@@ -150,10 +150,9 @@ class GradientNoise:
     def _warn(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"{why}: auto() learns nothing, and keeps its period; use a schedule such as every(8)",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prsgd._warn import warn
 from prsgd.averaging.base import Averaging, Memory
 from prsgd.errors import CheckpointError, PrsgdError
 
@@ -38,10 +38,9 @@ def check_setup(saved: Mapping[str, Any], own: Mapping[str, Any], *, other_worke
         )
     for name in ("schedule", "averaging"):
         if saved[name] != own[name]:
-            warnings.warn(
+            warn(
                 f"the run began with the {name} {saved[name]} and goes on with {own[name]}",
                 RuntimeWarning,
-                stacklevel=3,
             )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from prsgd._warn import warn
 from prsgd.core.local_sgd import LocalSGD
 from prsgd.core.overview import percent
 from prsgd.records import Record
@@ -77,9 +77,7 @@ class _Listener:
             self._tell(record)
         except Exception as error:
             self._failed = True
-            warnings.warn(
-                f"watch() ends with round {record.round}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2
-            )
+            warn(f"watch() ends with round {record.round}: {type(error).__name__}: {error}", RuntimeWarning)
 
 
 def _numbers_to(local: LocalSGD, to: ScalarWriter | Function) -> Callable[[Record], Any]:

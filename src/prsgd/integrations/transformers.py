@@ -12,7 +12,6 @@ Started by ``torchrun --nproc-per-node 2 script.py``; docs/integrations/transfor
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from prsgd._warn import warn
 from prsgd.averaging.base import Averaging
 from prsgd.averaging.wires.base import Wire
 from prsgd.comm.joining import current
@@ -215,11 +215,10 @@ class _Run(TrainerCallback):
             assert first is not None
             self.local.inherit(first["local"])
         if trainer.args.process_index == 0:
-            warnings.warn(
+            warn(
                 f"all workers go on from the average in {folder} and worker 0's optimizer state: not all of the "
                 f"{self.local.comm.num_workers} workers find a state of as many, such as {_path(folder, 0)}",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def _all(self, fits: bool) -> bool:

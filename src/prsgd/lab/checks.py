@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
 from prsgd import tasks
 from prsgd._check import shown, whole_number
+from prsgd._warn import warn
 from prsgd.comm import job
 from prsgd.data import splits
 from prsgd.lab import feed, methods
@@ -49,11 +49,9 @@ def warn_about(configs: Iterable[Config]) -> None:
     alike = (splits.iid(), splits.pool())
     for config in {c.method: c for c in configs}.values():
         if methods.find(config.method).uneven and splits.parse(config.split) not in alike:
-            warnings.warn(
+            warn(
                 f"{config.method} on a {config.split} split: workers that take more steps pull the model towards their "
                 "own data (the paper's Assumption 2, identical distributions, does not hold)",
-                UserWarning,
-                stacklevel=2,
             )
 
 

@@ -13,6 +13,7 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 from prsgd import files
+from prsgd._warn import warn
 from prsgd.comm import job
 from prsgd.comm.launching import launch
 from prsgd.errors import LaunchError
@@ -49,7 +50,7 @@ def train(
         except LaunchError as error:
             if not left or should_stop():
                 raise
-            warnings.warn(f"{last_line(error)}; all start again ({left} of {max_restarts} left)", stacklevel=2)
+            warn(f"{last_line(error)}; all start again ({left} of {max_restarts} left)")
     raise AssertionError("the last one returns or raises")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from prsgd._check import one_of, whole_number
+from prsgd._warn import warn
 from prsgd.comm.base import Communicator
 from prsgd.comm.joining import current
 from prsgd.errors import UsageError
@@ -155,9 +155,7 @@ class Fleet:
             self.mode, self.compile, self._vectorized = "loop", False, None
             if isinstance(problem, IsSlower):
                 return None
-            warnings.warn(
-                f"the fleet runs its workers in a loop, since vmap cannot: {problem}", UserWarning, stacklevel=3
-            )
+            warn(f"the fleet runs its workers in a loop, since vmap cannot: {problem}")
             return None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -19,6 +19,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import Parameter
 
+from prsgd._warn import warn
+
 FEWEST = 8
 """Hosted workers from which vmap is chosen: for fewer there is little to gain, and the loop gives the last bit of
 the run with a process for each worker."""
@@ -172,11 +174,9 @@ class Vectorized:
         key = id(loss_fn)  # kept alive below; it need not be hashable
         if key not in self._compiled:
             if len(self._compiled) == MANY:
-                warnings.warn(
+                warn(
                     f"compile=True: {MANY + 1} different loss functions, each compiled anew: pass the same object at "
                     "every step, not a new lambda",
-                    UserWarning,
-                    stacklevel=5,
                 )
             apart = {"isolate_recompiles": True}  # newer torch: else all fleets of a process share one limit of 8
             known = "isolate_recompiles" in inspect.signature(torch.compile).parameters

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from prsgd import _json
+from prsgd._warn import warn
 from prsgd.comm.base import Communicator
 from prsgd.errors import CheckpointError
 from prsgd.saving.states import DamagedCheckpointError, States, in_place
@@ -137,7 +137,7 @@ def _readable(folder: Path) -> tuple[list[Kept], list[str]]:
             num_workers, hosted = (int(manifest.get(name)) for name in ("num_workers", "hosted"))  # type: ignore[arg-type]
         except DamagedCheckpointError as error:
             damaged.append(str(error))
-            warnings.warn(f"{error}; it is passed over", RuntimeWarning, stacklevel=2)
+            warn(f"{error}; it is passed over", RuntimeWarning)
         except CheckpointError:
             raise
         except (TypeError, ValueError) as error:

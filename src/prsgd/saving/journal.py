@@ -6,11 +6,11 @@ import errno
 import json
 import math
 import os
-import warnings
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from prsgd._warn import warn
 from prsgd.records import Record
 
 
@@ -38,9 +38,7 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._failed = True
-            warnings.warn(
-                f"{self._path} ends with round {record.round - 1}: {error.strerror}", RuntimeWarning, stacklevel=2
-            )
+            warn(f"{self._path} ends with round {record.round - 1}: {error.strerror}", RuntimeWarning)
 
     def close(self) -> None:
         with suppress(OSError):

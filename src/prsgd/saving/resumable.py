@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from prsgd import files
 from prsgd._check import whole_number
+from prsgd._warn import warn
 from prsgd.core.local_sgd import LocalSGD
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
@@ -163,11 +163,10 @@ class resumable:  # noqa: N801 - a word in the user's sentence
             self._not_written = None
             if not isinstance(error, OSError):
                 raise error
-            warnings.warn(
+            warn(
                 f"worker {self._local.comm.workers.start}: a state was not saved in {self._folder} ({error.strerror}); "
                 "training goes on, and the one before it is kept",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     def _go_on(self, found: Found, device: torch.device) -> None:
@@ -186,7 +185,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         self._load(state["parts"], fresh_optimizers=state["local"]["setup"]["optimizer_state"] == "reset")
         self._local.inherit(state["local"])
         if self._local.comm.workers.start == 0:
-            warnings.warn(found.lost(self._local.comm.num_workers), RuntimeWarning, stacklevel=4)
+            warn(found.lost(self._local.comm.num_workers), RuntimeWarning)
 
     def _load(self, states: Mapping[str, Any], *, fresh_optimizers: bool = False) -> None:
         if set(states) != set(self._parts):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from prsgd._warn import warn
 from prsgd.core.local_sgd import LocalSGD
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
@@ -107,11 +108,10 @@ def load(run: LocalSGD, optimizers: Sequence[Optimizer], folder: Path) -> None:
     if same:
         restore_random_state(tree["random"])
     elif worker == 0 and team.place == 0:
-        warnings.warn(
+        warn(
             f"workers that were {processes} processes are {team.size} now: after round {number} the run goes on with "
             "the same models, and with other random numbers",
             RuntimeWarning,
-            stacklevel=4,
         )
 
 
@@ -226,7 +226,7 @@ def _newest(run: LocalSGD, folder: Path) -> tuple[int, str, int]:
             manifest = _states(folder, worker, 0).check(number)
             others = [_states(folder, worker, p).check(number) for p in range(1, int(manifest["processes"]))]
         except DamagedCheckpointError as error:
-            warnings.warn(f"{error}; it is passed over", RuntimeWarning, stacklevel=5)
+            warn(f"{error}; it is passed over", RuntimeWarning)
             continue
         if all(other["run"] == manifest["run"] for other in others):
             mine.append([number, manifest["run"], manifest["processes"], manifest["num_workers"]])

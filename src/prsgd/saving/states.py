@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from prsgd import _json
+from prsgd._warn import warn
 from prsgd.errors import CheckpointError
 
 FORMAT = 1
@@ -33,10 +33,6 @@ KEEP = 2
 
 class DamagedCheckpointError(CheckpointError):
     """This one cannot be used; the one before it may."""
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ class States:
             if self._number(place) not in numbers:
                 self._remove(place)
 
-    def whole(self, *, on_damage: Callable[[str], None] = _warn) -> list[int]:
+    def whole(self, *, on_damage: Callable[[str], None] = warn) -> list[int]:
         """The numbers of those that are whole, oldest first.
 
         A damaged one is passed over, which ``on_damage`` is told. One of a newer format, or all of them damaged, is a

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 from prsgd._check import positive, whole_number
+from prsgd._warn import warn
 from prsgd.schedules.base import ByClock, Now, Round, SharesSpeed
 
 
@@ -27,10 +27,9 @@ class timed(ByClock):  # noqa: N801
 
     def open(self, now: Now) -> Round:
         if now.last is not None and now.last.round > 1 and now.last.period == 1:  # the first steps may be slow
-            warnings.warn(
+            warn(
                 f"timed({self.seconds:g}): a step takes as long as a round or longer, so rounds have one step",
                 RuntimeWarning,
-                stacklevel=2,
             )
         return Round(seconds=self.seconds)
 

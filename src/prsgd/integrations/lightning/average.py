@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from prsgd._warn import warn
 from prsgd.core.local_sgd import LocalSGD
 from prsgd.saving.random_numbers import random_state, restore_random_state
 
@@ -138,10 +138,9 @@ class ShowsAverage(DDPStrategy):
         if kept["num_workers"] == self.world_size:
             why = f"not all workers find theirs, such as {path}"
         if self.is_global_zero:
-            warnings.warn(
+            warn(
                 f"all workers go on from the average in {checkpoint_path} and worker 0's optimizer state: {why}",
                 RuntimeWarning,
-                stacklevel=2,
             )
         return checkpoint
 
