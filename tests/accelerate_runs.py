@@ -36,7 +36,10 @@ def train(rank: int, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     set_seed(rank + 1)
     accumulate = settings.get("accumulate", 1)
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=accumulate, mixed_precision=settings.get("precision", "no")
+        cpu=True,
+        gradient_accumulation_steps=accumulate,
+        mixed_precision=settings.get("precision", "no"),
+        dynamo_backend=settings.get("dynamo"),
     )
     model: Any = network(settings.get("norm", False))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -38,7 +38,12 @@ def test_it_gives_the_bits_of_accelerates_own(ranks: Kept) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"norm": True}, {"overlap": 2, "accumulate": 2}, {"overlap": 1, "norm": True, "precision": "bf16"}],
+    [
+        {"norm": True},
+        {"overlap": 2, "accumulate": 2},
+        {"overlap": 1, "norm": True, "precision": "bf16"},
+        {"dynamo": "eager"},
+    ],
     ids=str,
 )
 def test_it_is_the_loop_by_hand(ranks: Kept, settings: dict[str, Any]) -> None:
@@ -59,7 +64,7 @@ def test_a_look_shows_the_average(ranks: Kept) -> None:
         ("unprepared", "ValueError: model must have an optimizer: give both to accelerator.prepare() first"),
         ("fsdp", "ValueError: model has its '0' in FullyShardedDataParallel"),
         ("fsdp, prepared", "ValueError: model has its 'module' in FullyShardedDataParallel"),
-        ("compiled DDP", "ValueError: model must not have its '_orig_mod' in DistributedDataParallel"),
+        ("compiled DDP", "ValueError: model must not be in DistributedDataParallel"),
         ("steps", "ValueError: period must be a whole number >= 1, got 0"),
         ("schedule", "ValueError: schedule must be a schedule such as every(8), got 'often'"),
         ("disabled", "enabled False, local NoneType"),

@@ -22,6 +22,7 @@ from prsgd.errors import MismatchError
 from prsgd.replicas.buffers import is_own
 from prsgd.replicas.fleet import Fleet
 from prsgd.replicas.host import Host, OwnModel, WholeFleet
+from prsgd.replicas.names import plain, plainly
 from prsgd.replicas.rows import is_shard, local
 from prsgd.replicas.sharded import REMEDY, ShardedModel, has_shards
 
@@ -87,10 +88,12 @@ def _check_wrappers(model: nn.Module, comm: Communicator) -> None:
         if isinstance(module, DistributedDataParallel) and comm.ranks:
             others = set(dist.get_process_group_ranks(module.process_group)) & set(comm.ranks) - {dist.get_rank()}
             if others:
+                short = plain(name)
+                remedy = f"pass the module without it, {'.'.join(filter(None, ('model', name, 'module')))}"
                 raise ValueError(
-                    f"model must not {f'have its {name!r}' if name else 'be'} in DistributedDataParallel, which sends "
-                    f"every step's gradients to other workers (ranks {sorted(others)}): pass the module without it, "
-                    f"{'.'.join(filter(None, ('model', name, 'module')))}"
+                    f"model must not {f'have its {short!r}' if short else 'be'} in DistributedDataParallel, which "
+                    f"sends every step's gradients to other workers (ranks {sorted(others)}): "
+                    f"{remedy if short == name else 'compile the module without it, and pass that'}"
                 )
 
 
@@ -98,7 +101,7 @@ def refuse_flat(model: nn.Module) -> None:
     """Raise a ValueError if the model, or a part of it, is in FSDP1."""
     # A model can only be in that wrapper if its module was imported, which takes more than a second.
     flat = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
-    name = next((name for name, module in model.named_modules() if isinstance(module, flat)), None)
+    name = next((plain(name) for name, module in model.named_modules() if isinstance(module, flat)), None)
     if name is not None:
         raise ValueError(
             f"model {f'has its {name!r}' if name else 'is'} in FullyShardedDataParallel, whose flat parameters "
@@ -191,11 +194,11 @@ def write_model_bytes(models: Sequence[nn.Module], flat: Tensor) -> None:
 def describe(host: Host) -> list[str]:
     """One line for each tensor of a hosted model; with its layout in memory where rows travel as they lie."""
     lines, model = [], host.modules[0]
-    for name, p in model.named_parameters():
+    for name, p in plainly(model.named_parameters()).items():
         layout = f" strides {list(p.stride())}" if host.lies_in_rows and not p.is_contiguous() else ""
         split = f" {p.placements}" if is_shard(p) else ""  # type: ignore[attr-defined]  # of a DTensor
         lines.append(f"parameter {name!r} {_shape(p)}{layout}{split}{'' if p.requires_grad else ' frozen'}")
-    return lines + [f"buffer {name!r} {_shape(b)}" for name, b in model.named_buffers()]
+    return lines + [f"buffer {name!r} {_shape(b)}" for name, b in plainly(model.named_buffers()).items()]
 
 
 def _shape(tensor: Tensor) -> str:

@@ -83,7 +83,8 @@ class LocalSGD:
         if not self.enabled:
             return
         refuse_flat(model)  # which accelerate would unwrap
-        inner = accelerator.unwrap_model(model)
+        # The model itself: of one that is compiled accelerate would take the DDP out of what is seen, not of what runs.
+        inner = accelerator.unwrap_model(model, keep_torch_compile=False)
         host_of(inner, current())  # in a DDP of the user's?
         owned = {id(p) for p in inner.parameters()}
         optimizers = [

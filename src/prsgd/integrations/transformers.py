@@ -31,6 +31,7 @@ from prsgd.core.watching import told
 from prsgd.errors import UsageError
 from prsgd.integrations import keeps_step, require, require_schedule
 from prsgd.records import Record
+from prsgd.replicas.names import load_state, state_of
 from prsgd.schedules.base import Schedule
 
 require("transformers", at_least="5", below="6")
@@ -187,7 +188,7 @@ class _Run(TrainerCallback):
         os.makedirs(folder, exist_ok=True)
         state = {
             "num_workers": self.local.comm.num_workers,
-            "model": _tensors(trainer.model.state_dict()),
+            "model": _tensors(state_of(trainer.model)),
             "optimizer": trainer.optimizer.state_dict(),
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
@@ -203,7 +204,7 @@ class _Run(TrainerCallback):
         fits = state is not None and state["num_workers"] == self.local.comm.num_workers
         if self._all(fits):
             assert state is not None
-            trainer.model.load_state_dict(state["model"])
+            load_state(trainer.model, state["model"])
             trainer.optimizer.load_state_dict(state["optimizer"])
             trainer.lr_scheduler.load_state_dict(state["scheduler"])
             if state["scaler"] is not None and trainer.accelerator.scaler is not None:

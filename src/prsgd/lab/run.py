@@ -39,6 +39,7 @@ from prsgd.lab.optimizer import optimizer_of
 from prsgd.lab.progress import Observer, Progress, Stopped, Tally
 from prsgd.records import Evaluation, Record, Summary
 from prsgd.replicas.fleet import Fleet
+from prsgd.replicas.names import state_of
 from prsgd.replicas.rows import trainable
 from prsgd.saving.states import write
 from prsgd.tasks.base import Data
@@ -279,7 +280,7 @@ class _Run:
             self._config.label, weights_sha256=fingerprint([*model.parameters(), *model.buffers()])
         )
         if self._rank == 0:
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state_of(model).items()}
             write(self._folder / files.MODEL, save(tensors))
             write(self._folder / files.SUMMARY, json.dumps(asdict(summary), indent=2).encode())
         return summary

@@ -24,6 +24,7 @@ from prsgd.errors import PeerError
 from prsgd.preflight.finding import Finding, table
 from prsgd.preflight.job import Versions, compare, versions
 from prsgd.replicas.fleet import Fleet
+from prsgd.replicas.names import plain
 from prsgd.saving.random_numbers import random_state, restore_random_state
 
 BATCHES = 2
@@ -118,7 +119,7 @@ def _wrappers(model: nn.Module, comm: Communicator) -> Iterator[Finding]:
 
 def _norms(model: nn.Module, local: LocalSGD) -> Iterator[Finding]:
     """Of each kind one line, for the first layer that is in the way."""
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    layers = [(plain(n), m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
     waiting = [n for n, m in layers if isinstance(m, nn.SyncBatchNorm) and _others(m.process_group, local.comm)]
     if waiting:
         yield Finding(

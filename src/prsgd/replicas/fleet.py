@@ -128,7 +128,8 @@ class Fleet:
         if self.mode == "loop":
             return None
         if_faster = self._chosen_by_us and not self.compile
-        return Vectorized(self.modules, self._named, self.rows, self.compile, if_faster)
+        named = [{name: p for name, p in m.named_parameters() if p.requires_grad} for m in self.modules]
+        return Vectorized(self.modules, named, self.rows, self.compile, if_faster)
 
     def _backward_loop(self, loss_fn: LossFn, x: Any, y: Any, places: Sequence[int]) -> Tensor:
         losses = []

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from prsgd.replicas.names import plain
+
 LARGE = 2.0**126
 """A number from here on, like infinity, has no place in a sum: float32 ends at 2^128."""
 
@@ -40,7 +42,7 @@ class Home(NamedTuple):
 
 def home_of(module: nn.Module, key: str, prefix: str) -> Home:
     """Of the buffer that a module has under ``key``; ``prefix`` is the module's own name."""
-    name = f"{prefix}.{key}" if prefix else key
+    name = plain(f"{prefix}.{key}" if prefix else key)
     tensor = module._buffers[key]
     assert tensor is not None
     if is_lazy(tensor):

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter, is_lazy
 
+from prsgd.replicas.names import plain, plainly
+
 PARTS = 64
 """Of what is handled at a time, each with a sum of its own."""
 CHUNK = 1 << 19
@@ -46,15 +48,15 @@ def room(tensor: Tensor) -> int:
 
 
 def trainable(model: nn.Module, *, may_be_sharded: bool = False) -> dict[str, Parameter]:
-    """The parameters that travel, or a ValueError that names the first that cannot."""
+    """The parameters that travel, by name, or a ValueError that names the first that cannot."""
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
             if is_shard(tensor) and not may_be_sharded:
                 raise ValueError(
-                    f"{kind} {name!r} is a shard (DTensor), and a Fleet's models are whole: give LocalSGD the sharded "
-                    "model itself, in each of its processes"
+                    f"{kind} {plain(name)!r} is a shard (DTensor), and a Fleet's models are whole: give LocalSGD the "
+                    "sharded model itself, in each of its processes"
                 )
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = plainly((name, p) for name, p in model.named_parameters() if p.requires_grad)
     if not found:
         raise ValueError(f"model must have a parameter with requires_grad, {type(model).__name__} has none")
     for name, p in found.items():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from prsgd.comm.team import Several
 from prsgd.replicas.host import Host
+from prsgd.replicas.names import plain
 from prsgd.replicas.rows import Rows, is_shard, trainable
 
 REMEDY = "fully_shard(model, mesh=mesh['dp_shard']) of a mesh with the dimensions ('dp_replicate', 'dp_shard')"
@@ -107,7 +108,7 @@ def _group_of(model: nn.Module, named: dict[str, nn.Parameter]) -> dist.ProcessG
             )
     for name, buffer in model.named_buffers():
         if is_shard(buffer):
-            raise ValueError(f"buffer {name!r} is a shard (DTensor): buffers must be whole in every process")
+            raise ValueError(f"buffer {plain(name)!r} is a shard (DTensor): buffers must be whole in every process")
     group: dist.ProcessGroup = mesh.get_group()
     return group
 

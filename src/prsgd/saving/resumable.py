@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from prsgd import files
 from prsgd._check import whole_number
@@ -15,6 +16,7 @@ from prsgd._warn import warn
 from prsgd.core.local_sgd import LocalSGD
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
+from prsgd.replicas.names import load_state, state_of
 from prsgd.replicas.optimizers import unwrapped
 from prsgd.saving.finding import Found, find, forget_strangers, states_of
 from prsgd.saving.inheriting import mean_of
@@ -198,6 +200,8 @@ class resumable:  # noqa: N801 - a word in the user's sentence
                     part.load_state_dict({**states[name], "state": {}})
                 elif isinstance(part, MutableMapping):
                     part.update(states[name])
+                elif isinstance(part, nn.Module):
+                    load_state(part, states[name])
                 else:
                     part.load_state_dict(states[name])
             except (KeyError, ValueError, RuntimeError, TypeError, IndexError) as error:
@@ -225,4 +229,6 @@ def _check_parts(local: LocalSGD, parts: Mapping[str, Any]) -> None:
 
 
 def _state_of(part: Any) -> Any:
-    return dict(part) if isinstance(part, MutableMapping) else part.state_dict()
+    if isinstance(part, MutableMapping):
+        return dict(part)
+    return state_of(part) if isinstance(part, nn.Module) else part.state_dict()

@@ -28,6 +28,7 @@ from prsgd._warn import warn
 from prsgd.core.local_sgd import LocalSGD
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
+from prsgd.replicas.names import COMPILED, state_of
 from prsgd.replicas.rows import Rows, is_shard
 from prsgd.replicas.rows import local as here
 from prsgd.replicas.sharded import slice_of
@@ -118,7 +119,7 @@ def load(run: LocalSGD, optimizers: Sequence[Optimizer], folder: Path) -> None:
 def whole_tensors(model: nn.Module) -> Tensors:
     """The model's state_dict on the CPU, put together from its shards: all of the worker's processes take part."""
     found = {}
-    for name, tensor in _bare(model).state_dict().items():
+    for name, tensor in state_of(_bare(model)).items():
         if isinstance(tensor, Tensor):
             full: Any = tensor
             full = full.full_tensor() if is_shard(tensor) else tensor
@@ -341,9 +342,12 @@ def _kinds(named: Mapping[str, nn.Parameter]) -> dict[str, str]:
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """Without the wrapper by which the processes of a worker share gradients."""
-    bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    return bare
+    """Without the wrappers by which the processes of a worker share gradients, and that torch.compile puts on."""
+    inner: nn.Module | None = model
+    while inner is not None:
+        model = inner
+        inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get(COMPILED)
+    return model
 
 
 def _states(folder: Path, worker: int, process: int) -> States:

@@ -1,0 +1,48 @@
+"""Names of parameters and buffers as a model has them that is not compiled.
+
+``torch.compile`` puts ``_orig_mod`` into them. Messages and files do without, so that compiled models and others fit
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+COMPILED = "_orig_mod"
+"""What torch.compile calls the module that it wraps."""
+T = TypeVar("T")
+
+
+def plain(name: str) -> str:
+    """
+    >>> plain("_orig_mod.0._orig_mod.weight"), plain("0.weight"), plain("_orig_mod")
+    ('0.weight', '0.weight', '')
+    """
+    return ".".join(part for part in name.split(".") if part != COMPILED)
+
+
+def plainly(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """By such names; by those that they have where two would be called alike.
+
+    >>> plainly([("_orig_mod.0.weight", 1), ("_orig_mod.0.bias", 2)])
+    {'0.weight': 1, '0.bias': 2}
+    >>> plainly([("weight", 1), ("_orig_mod.weight", 2)])
+    {'weight': 1, '_orig_mod.weight': 2}
+    """
+    pairs = list(named)
+    found = {plain(name): value for name, value in pairs}
+    return found if len(found) == len(pairs) else dict(pairs)
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """Its ``state_dict``, by such names."""
+    return plainly(module.state_dict().items())
+
+
+def load_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what ``state_of`` this module, or of one that is compiled where this is not, has given."""
+    own = plainly((name, name) for name in module.state_dict())
+    module.load_state_dict({own.get(name, name): value for name, value in state.items()})
