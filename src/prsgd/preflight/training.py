@@ -126,11 +126,11 @@ def _norms(model: nn.Module, local: LocalSGD) -> Iterator[Finding]:
             "warning", "model", f"SyncBatchNorm {waiting[0]!r} waits for the other workers in every step",
             "use BatchNorm, whose statistics are averaged with the model, or SyncBatchNorm over a worker's processes",
         )  # fmt: skip
-    plain = [n for n, m in layers if not isinstance(m, nn.SyncBatchNorm)]
-    if plain and local.host.team.has_shards:
+    others = [n for n, m in layers if not isinstance(m, nn.SyncBatchNorm)]
+    if others and local.host.team.has_shards:
         yield Finding(
             "warning", "model",
-            f"BatchNorm {plain[0]!r} goes by each process's own batch, of which a worker with shards has "
+            f"BatchNorm {others[0]!r} goes by each process's own batch, of which a worker with shards has "
             f"{local.host.team.size}",
             "use LayerNorm or GroupNorm, or on GPUs SyncBatchNorm over mesh['dp_shard'].get_group()",
         )  # fmt: skip
