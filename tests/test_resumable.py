@@ -248,7 +248,7 @@ def test_a_folder_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(EndedError):
         train(tmp_path, "plain", end=9)
     model = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2))
     said = r"are of \['model', 'noted', 'optimizer', 'scheduler'\], this run has \['model', 'optimizer'\]"
     with (

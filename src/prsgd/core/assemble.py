@@ -24,7 +24,7 @@ from prsgd.core.lane import Lane, Run
 from prsgd.core.lanes import Lanes
 from prsgd.core.noise import GradientNoise
 from prsgd.core.patience import LONGEST
-from prsgd.core.resuming import described
+from prsgd.core.resuming import described, kinds
 from prsgd.core.roll import Roll
 from prsgd.core.start import host_of
 from prsgd.records import Record
@@ -151,6 +151,7 @@ def assemble(
         "num_parameters": host.rows.width,
         "overlap": overlap,
         "optimizer_state": mode if every is None else dict(sorted(every.items())),
+        "optimizers": kinds(optimizers),
         "fragments": dealing(parts),
         "schedule": described(schedule),
         "averaging": described(averaging),

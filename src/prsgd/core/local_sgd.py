@@ -307,8 +307,8 @@ class LocalSGD:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, between the constructor and ``start()``; load the model and the optimizer too.
-        Another overlap, optimizer_state, averaging or model than the state's is a ``CheckpointError``; another
-        schedule, or other numbers of the same averaging, go on with a warning.
+        Another overlap, optimizer_state, averaging, model or kind of optimizer than the state's is a
+        ``CheckpointError``; another schedule, or other numbers of the same averaging, go on with a warning.
         """
         if self._phase != "new":
             raise UsageError("load_state_dict() comes before start()")

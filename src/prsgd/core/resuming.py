@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from prsgd._warn import warn
 from prsgd.averaging.base import Averaging, Memory
 from prsgd.errors import CheckpointError, PrsgdError
 
 _LASTING = ("workers", "num_parameters", "fragments", "overlap", "optimizer_state")
-"""What of a run's parts may not change."""
+"""What of a run's parts may not change, beside its optimizers."""
 
 
 def described(part: object) -> str:
     """A schedule or an averaging in words that are the same in every process and every run: no addresses of memory."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(part)) if is_dataclass(part) else type(part).__name__
+
+
+def kinds(optimizers: Sequence[Optimizer]) -> list[str]:
+    """What they are, in words that a state holds.
+
+    >>> kinds([torch.optim.SGD([torch.zeros(1)], lr=0.1)])
+    ['SGD']
+    """
+    return [type(optimizer).__name__ for optimizer in optimizers]
+
+
+def check_optimizers(saved: Mapping[str, Any], own: Sequence[str]) -> None:
+    """Refuse a setup with other kinds of optimizers: torch takes one's state for another's, and goes on with its lr and
+    without what it does not have, or ends at the next step."""
+    theirs = saved["optimizers"]
+    if theirs != own:
+        raise CheckpointError(
+            f"the state is of a run with {' and '.join(map(str, theirs))}, this one has {' and '.join(own)}: an "
+            "optimizer goes on from the state of its own kind only"
+        )
 
 
 def check_setup(saved: Mapping[str, Any], own: Mapping[str, Any], *, other_workers: bool = False) -> None:
@@ -30,6 +51,7 @@ def check_setup(saved: Mapping[str, Any], own: Mapping[str, Any], *, other_worke
         if saved[name] != own[name]:
             words = name.replace("_", " ")
             raise CheckpointError(f"the state is of a run with {words} {saved[name]!r}, this one has {own[name]!r}")
+    check_optimizers(saved, own["optimizers"])
     was, now = ([f"{name}()" for name in re.findall(r"(\w+)\(", setup["averaging"])] for setup in (saved, own))
     if was != now:
         raise CheckpointError(

@@ -14,6 +14,7 @@ from prsgd import files
 from prsgd._check import whole_number
 from prsgd._warn import warn
 from prsgd.core.local_sgd import LocalSGD
+from prsgd.core.resuming import check_optimizers, damage_named, kinds
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
 from prsgd.replicas.names import load_state, state_of
@@ -174,6 +175,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
     def _go_on(self, found: Found, device: torch.device) -> None:
         if found.exact:
             state = self._states.load(found.round)
+            self._check_optimizers(state)
             self._load(state["parts"])
             self._local.load_state_dict(state["local"])
             restore_random_state(state["random"])
@@ -184,10 +186,16 @@ class resumable:  # noqa: N801 - a word in the user's sentence
                 "with as many workers in as many processes as it had"
             )
         state = mean_of(found, self._folder, self._local.comm, device)
+        self._check_optimizers(state)
         self._load(state["parts"], fresh_optimizers=state["local"]["setup"]["optimizer_state"] == "reset")
         self._local.inherit(state["local"])
         if self._local.comm.workers.start == 0:
             warn(found.lost(self._local.comm.num_workers), RuntimeWarning)
+
+    def _check_optimizers(self, state: Mapping[str, Any]) -> None:
+        """Before anything has changed."""
+        with damage_named():
+            check_optimizers(state["local"]["setup"], kinds(self._local.optimizers))
 
     def _load(self, states: Mapping[str, Any], *, fresh_optimizers: bool = False) -> None:
         if set(states) != set(self._parts):

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from prsgd._warn import warn
 from prsgd.core.local_sgd import LocalSGD
+from prsgd.core.resuming import check_optimizers, damage_named, kinds
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
 from prsgd.replicas.names import COMPILED, state_of
@@ -167,10 +168,8 @@ def _wanted(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, folder: P
                 f"the states in {folder} are of another model: parameter {name!r} is {theirs.get(name, 'not there')}, "
                 f"in this run it is {ours.get(name, 'not there')}"
             )
-    if len(tree["optimizers"]) != len(optimizers):
-        raise CheckpointError(
-            f"the states in {folder} are of {len(tree['optimizers'])} optimizers, this run has {len(optimizers)}"
-        )
+    with damage_named():
+        check_optimizers(tree["local"]["setup"], kinds(optimizers))
     tensors: Tensors = {f"model/{name}": torch.zeros_like(p.detach()) for name, p in named.items()}
     for path, _ in tree["rows"]:
         tensors |= _cut(run, path, _room(_part(run.host.rows, path)))
