@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from prsgd.clocks.base import Timekeeper
 from prsgd.core.lanes import Lanes
 from prsgd.core.loop import Loop
-from prsgd.core.noise import GradientNoise
+from prsgd.core.noise import GradientNoise, is_due
 from prsgd.core.roll import Roll
 from prsgd.errors import UsageError
 from prsgd.replicas.host import Host
@@ -200,8 +200,8 @@ class Hooks:
         self._rest(places)
         if self.noise is not None:
             for i in places:
-                if roll.takes_part[i]:
-                    self.noise.look(i, optimizer, self._loops[0].paces[i].steps)
+                if is_due(steps := self._loops[0].paces[i].steps) and roll.takes_part[i]:
+                    self.noise.look(i, optimizer, steps)
         for loop in self._loops:
             if loop.average is not None:
                 self._land(places)

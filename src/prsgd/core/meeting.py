@@ -83,7 +83,8 @@ class Meeting:
             averages.headers.noise.heard()
         if record is not None and averages.learns is not None:
             now = then if average.is_last else averages.mean_lr  # nobody tells it where all have run out of data
-            averages.learned = averages.learns.learn(averages.learned, replace(record, lr=then), now)
+            record = record if record.lr == then else replace(record, lr=then)
+            averages.learned = averages.learns.learn(averages.learned, record, now)
 
     def look(self) -> Landing:
         """The exact mean of all workers' models as they are now; an average in flight has arrived."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,11 @@ NOT_ONE = -1e6
 """Told for the momentum of a look where no single number says how steps repeat each other: below 0 in every mean."""
 EVERY = 16
 """Steps from one look to the next. A look takes two steps, and the variance changes slowly."""
+
+
+def is_due(steps: int) -> bool:
+    """Is there to be a look at the gradients of a worker that has taken so many steps?"""
+    return steps % EVERY <= 1
 
 
 class GradientNoise:
@@ -45,10 +50,10 @@ class GradientNoise:
         """By worker and optimizer: that row, cut into the shapes of the parameters."""
         self._at = [[-1] * len(optimizers) for _ in hosted]
         """Steps that the worker had behind it then, by optimizer."""
-        self._parts: list[dict[int, Tensor | None]] = [{} for _ in hosted]
+        self._parts: list[dict[int, list[_Term] | None]] = [{} for _ in hosted]
         """Of the look under way, by optimizer: what its parameters come to."""
-        self._found: list[list[Tensor]] = [[] for _ in hosted]
-        """They stay tensors until an average asks, so that nobody waits for a device."""
+        self._found: list[list[list[_Term] | float]] = [[] for _ in hosted]
+        """By worker, look by look. They hold tensors until an average asks, so that nobody waits for a device."""
         self._told: list[list[float]] = [[] for _ in hosted]
         """What has been told, and not been heard: that may have been to a look, which is no average."""
         self._warned = False
@@ -57,10 +62,8 @@ class GradientNoise:
         """Worker i, with so many steps behind it, is about to be updated by this optimizer, whose gradients are there
         and are its own business by now: another one's may still be scaled, or not be taken yet.
 
-        Mostly there is nothing to do.
+        Only when ``is_due``.
         """
-        if steps % EVERY > 1:
-            return
         o = next(k for k, own in enumerate(self._optimizers) if own is optimizer)
         with torch.no_grad():
             if steps % EVERY == 0:
@@ -73,14 +76,14 @@ class GradientNoise:
         if steps % EVERY and o == self._owners[i][-1]:
             parts = [part for own in self._owners[i] if (part := self._parts[i].get(own)) is not None]
             if len(parts) == len(self._owners[i]):  # one that did not step twice in a row has nothing to say
-                self._found[i].append(_sum(parts))
+                self._found[i].append([term for part in parts for term in part])
             self._parts[i].clear()
 
     def told(self) -> tuple[float, float, float]:
         """The sum of what was found since an average has last heard of it, of how many looks, and the momentum at each,
         added up too: no process may go by its own where others have another."""
         for found, told in zip(self._found, self._told):
-            told += [value for value in map(float, found) if math.isfinite(value)]
+            told += [value for value in map(_value, found) if math.isfinite(value)]
             found.clear()
         # Worker by worker, as processes are summed: so both say the same to the last bit.
         looks, momentum = [float(len(told)) for told in self._told], self._momentum()
@@ -113,39 +116,38 @@ class GradientNoise:
             sizes = [shape.numel() for shape in shapes]
             parts = row.split([*sizes, row.numel() - sum(sizes)])
             self._cut[i][o] = [
-                _Places([params[k] for k in own], [parts[k].view(shapes[k]) for k in own], g)
+                _Places([params[k] for k in own], [parts[k].view(shapes[k]) for k in own], g, _joined(row, sizes, own))
                 for g in range(len(self._optimizers[o].param_groups))
                 if (own := [k for k, of in self._owned[i][o] if of == g])
             ]
         return self._cut[i][o]
 
-    def _moved(self, i: int, o: int) -> Tensor | None:
+    def _moved(self, i: int, o: int) -> list[_Term] | None:
         """Half the squared distance that the differences of these gradients carry the model apart, at lr 1 of the first
-        group; None: that cannot be told."""
+        group; None: that cannot be told. The gradients before are used up by it."""
         optimizer, first = self._optimizers[o], float(self._optimizers[0].param_groups[0]["lr"])
         if not first:
             if any(float(group["lr"]) for own in self._optimizers for group in own.param_groups):
                 self._warn("the first parameter group's lr is 0, and others train: the schedule goes by the first's")
             return None
-        squares: list[Tensor] = []
+        terms: list[_Term] = []
         for places in self._places(i, o):
-            group, states = optimizer.param_groups[places.group], [optimizer.state.get(p, {}) for p in places.params]
-            if not all(_is_known(p, state, group) for p, state in zip(places.params, states)):
+            group = optimizer.param_groups[places.group]
+            if not places.are_known(optimizer):
                 self._warn(
                     "the schedule asks how far the scatter of gradients carries a model, which is known for optimizers "
                     f"of SGD's and of Adam's kind, and not for {type(optimizer).__name__}"
                 )
                 return None
-            gradients = places.gradients(optimizer)
-            differences = list(torch._foreach_sub(places.before, gradients))
-            if "betas" in group:
-                for difference, before, now, state in zip(differences, places.before, gradients, states):
-                    difference.div_(_root(before, now, state, group))
+            before, gradients = places.before, places.gradients(optimizer)
+            roots = _roots(before, gradients, places.states(optimizer), group) if "betas" in group else []
+            torch._foreach_sub_(before, gradients)
+            if roots:
+                torch._foreach_div_(before, roots)
+            norms = torch._foreach_norm(before) if places.flat is None else [torch.linalg.vector_norm(places.flat)]
             weight = _weight(group) * float(group["lr"]) / first
-            squares.append(
-                torch.stack(torch._foreach_norm(differences)).double().square().sum() * (weight * weight / 2)
-            )
-        return _sum(squares)
+            terms += [_Term(norm, weight) for norm in norms]
+        return terms
 
     def _warn(self, why: str) -> None:
         if not self._warned:
@@ -160,7 +162,7 @@ class GradientNoise:
         return {
             "before": [None if row is None else row.clone() for row in self._before],
             "at": [list(at) for at in self._at],
-            "found": [[float(value) for value in of_worker] for of_worker in self._found],
+            "found": [list(map(_value, of_worker)) for of_worker in self._found],
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -182,12 +184,10 @@ class GradientNoise:
             self._before = [None if row is None else row.clone().to(device) for row in state["before"]]
         self._cut = [{} for _ in self._before]
         self._at = [[int(steps) for steps in at] for at in state["at"]]
-        self._found = [
-            [torch.tensor(float(value), dtype=torch.float64) for value in of_worker] for of_worker in state["found"]
-        ]
+        self._found = [list(map(float, of_worker)) for of_worker in state["found"]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Places:
     """One worker's parameters in one group of an optimizer."""
 
@@ -196,19 +196,55 @@ class _Places:
     """Where their gradients of the step before are kept."""
     group: int
     """Its number: loading a state makes the groups anew."""
+    flat: Tensor | None
+    """``before`` as one vector, where they lie next to each other."""
+    known: bool = False
+    """Has the optimizer been seen to move all of them as SGD or Adam does?"""
+
+    def are_known(self, optimizer: Optimizer) -> bool:
+        if not self.known:
+            group, states = optimizer.param_groups[self.group], self.states(optimizer)
+            if not all(_is_known(p, state, group) for p, state in zip(self.params, states)):
+                return False
+            self.known = all(states)  # before the first step there are none
+        return True
+
+    def states(self, optimizer: Optimizer) -> list[Mapping[str, Any]]:
+        return [optimizer.state.get(p, {}) for p in self.params]
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """As they are now, in the dtype of rows; zeros where there is none."""
-        grads = [_gradient(p, optimizer) for p in self.params]
+        scale = getattr(optimizer, "grad_scale", None)
+        grads = [_gradient(p, scale) for p in self.params]
         return [
             torch.zeros_like(kept) if grad is None else grad if grad.dtype == kept.dtype else grad.to(kept.dtype)
             for grad, kept in zip(grads, self.before)
         ]
 
 
-def _sum(numbers: Sequence[Tensor]) -> Tensor:
-    """Mostly there is one, and nothing to do."""
-    return numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).sum()
+class _Term(NamedTuple):
+    """Some parameters' part of a look."""
+
+    norm: Tensor
+    """Of the differences of their gradients."""
+    weight: float
+    """How far a gradient moves them."""
+
+
+def _value(found: Sequence[_Term] | float) -> float:
+    """Half a squared distance."""
+    if isinstance(found, float):
+        return found
+    lengths = [term.weight * float(term.norm) for term in found]
+    return sum(length * length for length in lengths) / 2
+
+
+def _joined(row: Tensor, sizes: Sequence[int], own: Sequence[int]) -> Tensor | None:
+    """These parts of the row as one, where they lie next to each other."""
+    if list(own) != list(range(own[0], own[-1] + 1)):
+        return None
+    begin = sum(sizes[: own[0]])
+    return row[begin : begin + sum(sizes[k] for k in own)]
 
 
 def _owned(optimizer: Optimizer, named: Mapping[str, Parameter]) -> list[tuple[int, int]]:
@@ -217,13 +253,12 @@ def _owned(optimizer: Optimizer, named: Mapping[str, Parameter]) -> list[tuple[i
     return [(numbers[id(p)], g) for g, group in groups for p in group["params"] if id(p) in numbers]
 
 
-def _gradient(p: Parameter, optimizer: Optimizer) -> Tensor | None:
+def _gradient(p: Parameter, scale: Tensor | None) -> Tensor | None:
     """As the optimizer will use it: GradScaler leaves it to a fused one to divide by the scale, which may have changed
     since the step before."""
     if p.grad is None:
         return None
     grad = p.grad.to_dense() if p.grad.is_sparse else local(p.grad)
-    scale = getattr(optimizer, "grad_scale", None)
     return grad if scale is None else grad.to(torch.promote_types(grad.dtype, torch.float32)) / float(scale)
 
 
@@ -247,19 +282,27 @@ def _momentum(group: Mapping[str, Any]) -> float:
     return momentum if 0 < momentum < 1 else 0.0
 
 
-def _root(before: Tensor, now: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
-    """By what an optimizer of Adam's kind is about to divide gradients: a mean square that has the one at hand in it,
-    without which a parameter that is seldom used would seem to scatter without bounds.
+def _roots(
+    before: list[Tensor], now: list[Tensor], states: Sequence[Mapping[str, Any]], group: Mapping[str, Any]
+) -> list[Tensor]:
+    """By what an optimizer of Adam's kind is about to divide gradients: mean squares that have the ones at hand in
+    them, without which a parameter that is seldom used would seem to scatter without bounds.
 
     Where it starts afresh at every average its mean square is of a few gradients; if it has none, it is of these two.
     """
-    kept, largest, steps = state.get("exp_avg_sq"), state.get("max_exp_avg_sq"), float(state.get("step", 0))
-    if kept is not None and steps:
-        past = float(group["betas"][1])
-        square = torch.addcmul(past * local(kept).to(before.dtype), now, now, value=1 - past)
-        if largest is not None:
-            square = torch.maximum(square, local(largest).to(before.dtype))
-        square /= 1 - past ** (steps + 1)
-    else:
-        square = torch.addcmul(before.square(), now, now).div_(2)
-    return square.sqrt_().add_(max(float(group["eps"]), torch.finfo(before.dtype).tiny))
+    past, squares, olds, news = float(group["betas"][1]), [], [], []
+    for gradient, state in zip(before, states):
+        steps = float(state.get("step", 0)) if "exp_avg_sq" in state else 0.0
+        squares.append(local(state["exp_avg_sq"]).to(gradient.dtype) if steps else gradient.square())
+        share = 1 - past ** (steps + 1)  # a mean that starts at 0 has so much of its weight
+        olds.append(past / share if steps else 0.5)
+        news.append((1 - past) / share if steps else 0.5)
+    roots = list(torch._foreach_mul(squares, olds))
+    torch._foreach_addcmul_(roots, now, now, news)
+    for root, state in zip(roots, states):
+        if "max_exp_avg_sq" in state and (steps := float(state["step"])):
+            largest = local(state["max_exp_avg_sq"]).to(root.dtype) / (1 - past ** (steps + 1))
+            torch.maximum(root, largest, out=root)
+    torch._foreach_sqrt_(roots)
+    torch._foreach_add_(roots, max(float(group["eps"]), torch.finfo(before[0].dtype).tiny))
+    return roots

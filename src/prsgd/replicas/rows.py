@@ -26,7 +26,9 @@ CHUNK = 1 << 19
 def is_shard(tensor: Tensor) -> bool:
     """Is it a DTensor, of which this process has a part?"""
     # Its module need not be imported to see that nothing is one, which takes more than a second.
-    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+    return type(tensor) is not Tensor and isinstance(
+        tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    )
 
 
 def local(tensor: Tensor) -> Tensor:
