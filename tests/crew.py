@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ class Answer:
     members: list[tuple[int, ...] | None]
     listens: set[str]
     seconds: float
+    said: list[str]
+    """Its warnings."""
 
 
 @dataclass
@@ -150,6 +153,7 @@ def life(
 ) -> None:
     """A worker: takes the steps that it is told to, and tells where it is."""
     torch.set_num_threads(1)
+    warnings.showwarning = lambda message, *_, **__: said_so_far.append(str(message))  # in threads too
     ask = lighthouse.Lighthouse.ask
 
     def called(self: lighthouse.Lighthouse, caller: Caller) -> tuple[str, list[Caller]] | None:
@@ -205,6 +209,9 @@ def life(
     os._exit(0)
 
 
+said_so_far: list[str] = []
+
+
 def _no_fault() -> None:
     pass
 
@@ -245,4 +252,5 @@ def _saved(error: BaseException, local: prsgd.LocalSGD | None) -> str:
 def _answer(model: nn.Module, local: prsgd.LocalSGD, optimizer: torch.optim.Optimizer, seconds: float) -> Answer:
     members = [record.members for record in local.records]
     lr = optimizer.param_groups[0]["lr"]
-    return Answer(model.x.detach().clone(), local.round, local.step, lr, members, listening(), seconds)
+    x = model.x.detach().clone()
+    return Answer(x, local.round, local.step, lr, members, listening(), seconds, list(said_so_far))

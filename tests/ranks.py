@@ -81,6 +81,14 @@ def free_port() -> int:
 _count = itertools.count()
 
 
+def is_alive(pid: int) -> bool:
+    """Is there such a process that has not ended?"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 class RankFailed(AssertionError):  # noqa: N818 - an assertion, like the others
     """A rank raised, died or hung."""
 

@@ -21,7 +21,7 @@ import prsgd
 from prsgd.comm import lighthouse, parcel
 from prsgd.comm.quorum import Caller, plan
 from tests.crew import Answer, Crew, Died, Quadratic, hangs_while_it_is_told, reaches_the_lighthouse_alone
-from tests.ranks import run_command, run_ranks
+from tests.ranks import Program, command, is_alive, run_command, run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="the extra elastic is not installed")
 
@@ -103,6 +103,8 @@ def test_a_kill_costs_no_round(victim: int) -> None:
         ended = crew.end(left)
         same(ended)
         assert all(answer.members == [(0, 1, 2), left] for answer in ended.values())
+        gone = f"2 of 3 workers go on without {victim}: dead, cut off, or too slow"
+        assert [ended[worker].said for worker in left] == [[gone], []]
 
 
 def test_two_of_four_are_killed_while_an_average_travels() -> None:
@@ -121,7 +123,9 @@ def test_two_of_four_are_killed_while_an_average_travels() -> None:
 
 def test_a_worker_joins_and_counts_from_its_next_round() -> None:
     with Crew(3, {"averaging": prsgd.outer(0.5, 0.5, nesterov=False)}, min_workers=2) as crew:
-        ready(crew, 0, 1, lr=0.125, start_seconds=0.5)
+        began = ready(crew, 0, 1, lr=0.125, start_seconds=0.5)
+        fewer = "the run begins with 2 of 3 workers: the others did not come in time, and join when they do"
+        assert [answer.said for answer in began.values()] == [[fewer], []]
         crew.step(4)
         crew.start(2, lr=0.5)
         answers, rounds = come_in(crew, 2, 0, 1)
@@ -313,7 +317,7 @@ def test_who_comes_back_at_the_end_of_an_epoch_goes_on_with_the_others() -> None
 
 def test_below_min_workers_the_run_waits() -> None:
     with Crew(2, {}, min_workers=2) as crew:
-        ready(crew, 0, 1)
+        ready(crew, 0, 1, start_seconds=1.5)
         x = same(crew.step(4))
         crew.workers[1].kill()
         crew.workers[0].send(4)
@@ -321,6 +325,7 @@ def test_below_min_workers_the_run_waits() -> None:
             crew.workers[0].hear(2.5)
         (again,) = crew.start(1)
         answers = {1: again.hear(), 0: crew.workers[0].hear()}
+        assert answers[0].said[0] == "worker 0 waits: 1 of at least 2 workers called"
         assert same(answers)[0] == near(walked(float(x[0]), 0))
         assert same(crew.step(4))[0] == near(mean(float(answers[0].x[0]), (0, 1)))
         same(crew.end([0, 1]))
@@ -331,7 +336,7 @@ def test_below_min_workers_for_too_long_is_an_error() -> None:
         ready(crew, 0, 1)
         crew.step(4)
         crew.workers[1].kill()
-        with pytest.raises(Died, match=r"AverageTimeout: round 2, worker 0: .* 2 s: 1 workers called, of at least 2"):
+        with pytest.raises(Died, match=r"AverageTimeout: round 2, worker 0: .* 2 s: 1 of at least 2 workers called"):
             crew.step(4, [0])
 
 
@@ -476,6 +481,8 @@ def test_no_lighthouse_and_no_torchft_are_one_line_each(monkeypatch: pytest.Monk
     unknown = ModuleType("torchft.coordination")
     unknown.LighthouseClient = type("LighthouseClient", (), {"quorum": print})  # type: ignore[attr-defined]
     monkeypatch.setattr(torchft, "coordination", unknown)
+    with pytest.raises(prsgd.UsageError, match="LighthouseServer is none that TorchFT knows: it works with torchft-"):
+        lighthouse.serve("127.0.0.1")
     with pytest.raises(prsgd.UsageError, match=r"none that TorchFT knows: it works with torchft-nightly>=2026.10.26"):
         prsgd.TorchFT(2, worker=0, lighthouse="127.0.0.1:1")
     monkeypatch.setitem(sys.modules, "torchft", None)
@@ -594,7 +601,42 @@ def test_launch_starts_the_lighthouse_and_the_workers(tmp_path: Path) -> None:
     done = run_command("launch", "--elastic", "--workers", "2", str(program), cwd=tmp_path, timeout_seconds=90)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "6 [(0, 1), (0, 1), (1,), (1,), (1,), (1,)]\n"
-    assert "worker 0 was killed by SIGKILL; 1 are left" in done.stderr
+    assert "worker 0 was killed by SIGKILL; 1 left" in done.stderr
+
+
+WAITING = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+open(f"{os.environ['RANK']}.pid", "w").write(str(os.getpid()))
+time.sleep(100)
+"""
+
+
+def hang_ups_count() -> None:
+    """Also where the tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGKILL, -9)],
+)
+def test_when_launch_ends_so_do_its_workers(how: signal.Signals, code: int, tmp_path: Path) -> None:
+    (tmp_path / "wait.py").write_text(WAITING)
+    first = hang_ups_count
+    with Program(command, "launch", "--elastic", "--workers", "2", "wait.py", cwd=tmp_path, first=first) as program:
+        deadline = time.monotonic() + 60
+        while len(pids := [int(text) for path in tmp_path.glob("*.pid") if (text := path.read_text())]) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        program.send_signal(how)
+        _, said = program.communicate(60)
+        assert program.poll() == code, said
+        assert said.count("\n") == {"SIGKILL": 1, "SIGINT": 3}.get(how.name, 2)
+    deadline = time.monotonic() + 60
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import nn
 
 import prsgd
 from tests.problems import batch, model, train_fleet
-from tests.ranks import Program, script, warm_launch
+from tests.ranks import Program, is_alive, script, warm_launch
 
 
 def train(num_steps: list[int], period: int) -> tuple[list[int], torch.Tensor, int]:
@@ -54,16 +54,7 @@ def fail(how: str, bad_rank: int, folder: str) -> None:
 
 
 def alive(folder: Path) -> list[int]:
-    found = []
-    for file in folder.iterdir():
-        pid = int(file.read_text() or 0)
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if state != "Z":
-            found.append(pid)
-    return found
+    return [pid for file in folder.iterdir() if is_alive(pid := int(file.read_text() or 0))]
 
 
 @pytest.mark.parametrize(

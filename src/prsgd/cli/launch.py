@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 from prsgd._check import whole_number
 from prsgd.cli.parser import Parser, fail, path, refusing
@@ -18,6 +21,9 @@ from prsgd.comm import job
 
 GRACE_SECONDS = 5.0
 """How long processes may take to end once they were told to."""
+TOLD_TO_END = signal.SIGTERM, signal.SIGHUP
+PR_SET_PDEATHSIG = 1
+"""Of Linux' prctl: the signal that a process gets when the one that started it is gone."""
 
 
 def add(parser: Parser) -> None:
@@ -42,8 +48,13 @@ def run(args: argparse.Namespace) -> int:
     told = " ".join(f"{name}={value}" for name, value in job.elastic_environment(0, workers, address).items())
     again = shlex.join([sys.executable, str(args.script), *args.arguments])
     print(f"prsgd launch: worker 0 again: {told} {again}", file=sys.stderr)
-    processes = [_start(worker, workers, address, args) for worker in range(workers)]
+    for number in TOLD_TO_END:
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup has SIGHUP ignored
+            signal.signal(number, _told_to_end)
+    processes: list[subprocess.Popen[bytes]] = []
     try:
+        for worker in range(workers):
+            processes.append(_start(worker, workers, address, args))
         return _watch(processes)
     finally:
         _end(processes)
@@ -52,7 +63,27 @@ def run(args: argparse.Namespace) -> int:
 
 def _start(worker: int, workers: int, address: str, args: argparse.Namespace) -> subprocess.Popen[bytes]:
     env = {**os.environ, **job.elastic_environment(worker, workers, address)}
-    return subprocess.Popen([sys.executable, str(args.script), *args.arguments], env=env)
+    return subprocess.Popen([sys.executable, str(args.script), *args.arguments], env=env, preexec_fn=_tie_to_us())
+
+
+def _tie_to_us() -> Callable[[], None] | None:
+    """What a process does before its program begins, so that it ends with this one even if that is killed. On Linux
+    alone: elsewhere nobody tells it."""
+    if sys.platform != "linux":
+        return None
+    prctl, ours = ctypes.CDLL(None).prctl, os.getpid()
+
+    def tie() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != ours:  # it was killed just before
+            os._exit(1)
+
+    return tie
+
+
+def _told_to_end(number: int, _: FrameType | None) -> None:
+    print(f"prsgd launch: ended by {signal.Signals(number).name}", file=sys.stderr)
+    raise SystemExit(128 + number)
 
 
 def _watch(processes: list[subprocess.Popen[bytes]]) -> int:
@@ -65,7 +96,7 @@ def _watch(processes: list[subprocess.Popen[bytes]]) -> int:
                 if code:
                     how = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
                     left = len(processes) - len(codes)
-                    print(f"prsgd launch: worker {worker} {how}; {left} are left", file=sys.stderr)
+                    print(f"prsgd launch: worker {worker} {how}; {left or 'none'} left", file=sys.stderr)
         time.sleep(0.05)
     return 0 if 0 in codes.values() else max(1, next(iter(codes.values())))
 

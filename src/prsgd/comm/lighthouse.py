@@ -20,6 +20,7 @@ from prsgd.errors import MismatchError, PeerError, UsageError
 
 KNOWN = "torchft-nightly>=2026.10.26"
 """What works."""
+_UNKNOWN = f"TorchFT knows: it works with {KNOWN}"
 BEAT_SECONDS = 0.1
 """Between two heartbeats."""
 SILENT_BEATS = 3
@@ -101,8 +102,9 @@ def serve(host: str, port: int = 0) -> tuple[str, Any]:
 
     Who is silent for half a second is no longer waited for.
     """
+    torchft = _torchft()
     try:
-        server = _torchft().LighthouseServer(
+        server = torchft.LighthouseServer(
             bind=f"{host}:{port}",
             min_replicas=1,
             join_timeout_ms=60_000,
@@ -111,6 +113,8 @@ def serve(host: str, port: int = 0) -> tuple[str, Any]:
         )
     except RuntimeError as error:
         raise UsageError(f"no lighthouse can listen at {host}:{port} ({error})") from None
+    except (AttributeError, TypeError):
+        raise UsageError(f"this torchft's LighthouseServer is none that {_UNKNOWN}") from None
     return f"{host}:{server.address().rpartition(':')[2]}", server
 
 
@@ -132,5 +136,5 @@ def _client_class() -> Any:
     except (AttributeError, TypeError, ValueError):
         offered = set()
     if not needed <= offered or not callable(getattr(client, "heartbeat", None)):
-        raise UsageError(f"this torchft's LighthouseClient is none that TorchFT knows: it works with {KNOWN}")
+        raise UsageError(f"this torchft's LighthouseClient is none that {_UNKNOWN}")
     return client

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in torch's own export list
 
+from prsgd._warn import warn
 from prsgd.comm import parcel
 from prsgd.comm.connection import Connection, Rendezvous
 from prsgd.comm.joining import store_at
@@ -172,7 +173,7 @@ class Membership:
 
     def _meet(self, ours: Caller, began: float) -> Plan:
         """Who takes part, as soon as all are there that are waited for."""
-        first_try, gone, unseen_since = True, self._self.gone, None
+        first_try, gone, unseen_since, told = True, self._self.gone, None, False
         while not self._closed.is_set():
             if not first_try:
                 time.sleep(AGAIN_SECONDS)
@@ -205,6 +206,9 @@ class Membership:
             found = self._plan_of(name, callers)
             if found is not None and found.rank(own.replica) is not None:
                 return found
+            if not told and len(callers) < self._min_workers and time.monotonic() - began > START_SECONDS:
+                told = True
+                warn(f"worker {own.worker} waits: {self.seen}", RuntimeWarning)
             if found is not None and found.leaders[0].offers and ours.call not in ("", found.call):
                 raise PeerError(
                     f"the others have gone on without this worker, which was at {ours.call!r}: start it again"
@@ -218,7 +222,7 @@ class Membership:
             return f"another process is worker {own.worker} already"
         if self._failure:
             return f"the others have begun, and this worker could not come in ({self._failure})"
-        return f"{len(callers)} workers called, of at least {self._min_workers}"
+        return f"{len(callers)} of at least {self._min_workers} workers called"
 
     def _without_lighthouse(self, last: Plan, caller: Caller) -> Plan:
         """Nobody knows who else is there: those of the call before go on among themselves, as long as all are."""

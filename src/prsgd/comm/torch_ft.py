@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  
 )
 
 from prsgd._check import positive, whole_number
+from prsgd._warn import warn
 from prsgd.comm import job
 from prsgd.comm.base import Communicator, Done, Missed, Route, Then, Work
 from prsgd.comm.links import bytes_of_sum
@@ -134,6 +135,15 @@ class TorchFT(Communicator):
             self._call("", come_in, device, lambda: None, launched=launched).wait()
         except Missed as missed:
             return missed.state
+        met = self._membership.met
+        assert met is not None
+        there = len(met.plan.callers)
+        if there < self.num_workers and self._speaks(met.plan):
+            warn(
+                f"the run begins with {there} of {self.num_workers} workers: the others did not come in time, and "
+                "join when they do",
+                RuntimeWarning,
+            )
         return None
 
     def all_reduce(self, flat: Tensor) -> Work[Tensor]:
@@ -196,7 +206,14 @@ class TorchFT(Communicator):
         def made(_: None) -> T:
             met = self._membership.met
             assert met is not None
+            lost = sorted(set(self._members) - set(met.plan.members))
             self._members = met.plan.members
+            if lost and self._speaks(met.plan):
+                warn(
+                    f"{len(self._members)} of {self.num_workers} workers go on without {', '.join(map(str, lost))}: "
+                    "dead, cut off, or too slow",
+                    RuntimeWarning,
+                )
             if met.state is None:
                 return result()
             if held is not None:
@@ -207,6 +224,10 @@ class TorchFT(Communicator):
 
     def _leads(self, plan: Plan) -> bool:
         return self.workers.start in plan.members
+
+    def _speaks(self, plan: Plan) -> bool:
+        """Is this the one that warns, for all that were there?"""
+        return self.workers.start == plan.members[0]
 
     def _scratch_like(self, flat: Tensor) -> Tensor:
         """Room for what is under way; calls come one after another, so all share it."""
