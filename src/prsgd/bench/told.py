@@ -197,13 +197,22 @@ def _markdown_of_climb(climb: Climb) -> str:
     return "\n".join(lines)
 
 
+PANELS = 3
+"""Races side by side; more go below."""
+
+
 def draw(races: Sequence[Race]) -> Drawing:
     """Bars: the share of the throughput without communication, one panel a race. What only measures is pale."""
     from matplotlib.figure import Figure as Drawing
 
     names = [n for n in reversed(CONTESTANTS) if n != NONE and any(n in race.laps for race in races)]
-    drawing = Drawing(figsize=(0.9 + 1.9 * len(races), 0.7 + 0.2 * len(names)), layout="constrained")
-    for axes, race in zip(drawing.subplots(1, len(races), sharey=True, squeeze=False)[0], races):
+    columns = min(len(races), PANELS)
+    rows = -(-len(races) // columns)
+    drawing = Drawing(figsize=(0.9 + 1.9 * columns, rows * (0.7 + 0.2 * len(names))), layout="constrained")
+    panels = list(drawing.subplots(rows, columns, sharey=True, squeeze=False).flat)
+    for axes in panels[len(races) :]:
+        axes.remove()
+    for axes, race in zip(panels, races):
         shares = [race.share(name) if name in race.laps else 0.0 for name in names]
         colours = ["0.75" if name in MEASURES else COLOURS[0] if is_ours(name) else COLOURS[6] for name in names]
         axes.barh(range(len(names)), shares, color=colours, height=0.7)
