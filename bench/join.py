@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +29,8 @@ def main() -> None:
     commands: list[str] = []
     for file in files:
         content = json.loads(file.read_text())
-        commands += content["commands"] if "commands" in content else [content["command"]]
+        told_by = content["commands"] if "commands" in content else [content["command"]]
+        commands += [re.sub(r" --out \S+", "", command) for command in told_by]
     found = [part for file in files for part in told.read(file)]
     (args.into / "bench.json").write_text(json.dumps({"commands": commands, **told.content(found)}) + "\n")
     first = {(part.model, part.link, part.ranks, isinstance(part, Race)): part for part in reversed(found)}

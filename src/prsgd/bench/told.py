@@ -191,7 +191,7 @@ def _markdown_of_climb(climb: Climb) -> str:
     head = f"{climb.model}, {climb.link}, {climb.ranks} ranks, to {100 * climb.target:g} %"
     lines = [f"| {head} | seconds | steps | best accuracy |", "|---|---|---|---|"]
     for name in climb.ranking():
-        seconds = ", ".join("never" if s is None else f"{s:.1f}" for s in climb.seconds(name))
+        seconds = ", ".join("never" if s is None else f"{s:.3g}" for s in climb.seconds(name))
         steps = ", ".join(str(points[-1].steps) for points in climb.points[name])
         lines.append(f"| {name} | {seconds} | {steps} | {100 * climb.best(name):.1f} % |")
     return "\n".join(lines)
@@ -231,9 +231,12 @@ def draw_climbs(climbs: Sequence[Climb]) -> Drawing:
     """Lines: accuracy against the seconds of training, one panel a climb, the first seed of each contestant."""
     from matplotlib.figure import Figure as Drawing
 
-    drawing = Drawing(figsize=(0.9 + 3.0 * len(climbs), 3.0), layout="constrained")
-    for axes, climb in zip(drawing.subplots(1, len(climbs), squeeze=False)[0], climbs):
-        for style, (name, seeds) in enumerate(climb.points.items()):
+    names = list(dict.fromkeys(name for climb in climbs for name in climb.points))
+    drawing = Drawing(figsize=(0.9 + 3.0 * len(climbs), 3.2), layout="constrained")
+    panels = drawing.subplots(1, len(climbs), squeeze=False)[0]
+    for axes, climb in zip(panels, climbs):
+        for name, seeds in climb.points.items():
+            style = names.index(name)
             dashes = DASHES[style % len(DASHES)]
             axes.plot(
                 [p.seconds for p in seeds[0]],
@@ -243,8 +246,10 @@ def draw_climbs(climbs: Sequence[Climb]) -> Drawing:
                 label=name,
             )
         axes.axhline(100 * climb.target, color="black", linewidth=0.6)
+        axes.set_xscale("log")
         axes.set_title(f"{climb.model}, {climb.link}, {climb.ranks} ranks")
         axes.set_xlabel("seconds of training")
-        axes.set_ylabel("test accuracy (%)")
-        axes.legend(loc="lower right")
+    panels[0].set_ylabel("test accuracy (%)")
+    lines = {line.get_label(): line for axes in panels for line in axes.get_lines()}
+    drawing.legend([lines[name] for name in names], names, loc="outside lower center", ncols=4)
     return drawing
