@@ -109,7 +109,29 @@ def test_train_starts_its_processes_again(tmp_path: Path) -> None:
     assert summary(folder)["weights_sha256"] == summary(tmp_path / "whole")["weights_sha256"]
 
 
-def test_no_restart_is_left(tmp_path: Path) -> None:
-    done = run_command(*TRAIN, "--max-restarts", "-1", cwd=tmp_path)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "max_restarts must be a whole number >= 0, got -1" in done.stderr
+@pytest.mark.parametrize(
+    ("number", "env", "words"),
+    [
+        ("-1", {}, "max_restarts must be a whole number >= 0, got -1"),
+        ("1", {}, "prsgd train has started itself: with --processes 2 or more"),
+        (
+            "1",
+            {"RANK": "0", "WORLD_SIZE": "1"},
+            "prsgd train has started itself: torchrun has a --max-restarts of its own",
+        ),
+    ],
+)
+def test_no_restart_is_left(number: str, env: dict[str, str], words: str, tmp_path: Path) -> None:
+    with Program(command, *TRAIN, "--max-restarts", number, cwd=tmp_path, env=env) as program:
+        _, said = program.communicate(100)
+    assert (program.poll(), said.count("\n")) == (2, 1)
+    assert words in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_restart_that_begins_anew_says_so(tmp_path: Path) -> None:
+    """Refused after that, so that nothing is trained here."""
+    env = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}
+    with Program(command, "train", "--max-restarts", "1", cwd=tmp_path, env=env) as program:
+        _, said = program.communicate(100)
+    assert said.startswith("prsgd: warning: torchrun has started this run again, which begins anew: with --out")

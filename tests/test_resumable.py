@@ -306,7 +306,50 @@ def test_no_space_left(tmp_path: Path) -> None:
     assert "a state was not saved in" in said[0]
     assert "(File too large); training goes on, and the one before it is kept" in said[0]
     assert "records.jsonl ends with round" in ends
-    assert list(tmp_path.glob("round-*/.*")) == []
+    assert sorted(path.name for path in tmp_path.glob("round-*")) == ["round-00000001", "round-00000002"]
+
+
+def test_what_a_killed_worker_left_of_a_state_is_removed(tmp_path: Path) -> None:
+    """Also of workers that are no more, whom nobody would clear up after."""
+    with pytest.raises(EndedError):
+        train(tmp_path, "plain", end=9)
+    for name in ("round-00000003/.worker-2.safetensors.4711", "round-00000009/worker-5.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("half")
+    (tmp_path / "round-00000003" / "a note of mine").write_text("kept")
+    train(tmp_path, "plain")
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("round-*/*")}
+    assert {name for name in left if not name.endswith(("-0.json", "-0.safetensors"))} == {
+        "round-00000003/a note of mine"
+    }
+
+
+def test_a_folder_that_cannot_be_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^folder must be a path, got ''$"):
+        train("", "plain")  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(prsgd.CheckpointError, match=r"^states are kept in a folder, and .*file is a file$"):
+        train(tmp_path / "file", "plain")
+
+
+def test_a_model_of_another_dtype(tmp_path: Path) -> None:
+    """torch casts what it loads in silence."""
+
+    def run(dtype: torch.dtype) -> int:
+        model = nn.Linear(6, 3).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2))
+        with prsgd.resumable(tmp_path, local, every=1, model=model, optimizer=optimizer) as run:
+            for _ in range(run.step, 4):
+                model(torch.ones(1, 6, dtype=dtype)).sum().backward()
+                optimizer.step()
+                run.tick()
+        return run.step
+
+    run(torch.float64)
+    with pytest.raises(prsgd.CheckpointError, match="a run with dtype 'float64', this one has 'float32'"):
+        run(torch.float32)
+    assert run(torch.float64) == 4
 
 
 def rank_fleet(rank: int, folder: Path, workers: int, end: int | None) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from prsgd import files, tasks
 from prsgd._check import whole_number
+from prsgd._warn import warn
 from prsgd.cli.options import RUN, add_place_options, add_run_options, merged, new_folder
 from prsgd.cli.parser import Parser, refusing
 from prsgd.comm import job
@@ -98,6 +99,8 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
     ours = job.find()
     if ours is not None and ours.restarts and args.out is not None and (args.out / files.CONFIG).exists():
         args.resume, args.out, args.overwrite = args.out, None, False  # what torchrun has started again goes on
+    if ours is not None and ours.restarts and args.out is None and args.resume is None and job.is_first():
+        warn("torchrun has started this run again, which begins anew: with --out it would go on")
     if args.resume is not None:
         if args.out is not None:
             raise ValueError("out and resume are two ways to name the folder: give one of them")
@@ -110,6 +113,9 @@ def _ask(args: argparse.Namespace) -> tuple[Config, Path, bool]:
         folder = args.out or new_folder(f"{tasks.short(config.task)}-{config.folder_name}")
     if ours is not None:  # torchrun has a process count of its own
         config = dataclasses.replace(config, processes=ours.size).resolve()
+    if args.max_restarts and (ours is not None or config.processes == 1):
+        what = "torchrun has a --max-restarts of its own" if ours is not None else "with --processes 2 or more"
+        raise ValueError(f"max_restarts starts processes again that prsgd train has started itself: {what}")
     check(config)
     warn_about([config])
     if args.resume is not None:

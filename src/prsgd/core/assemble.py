@@ -149,6 +149,7 @@ def assemble(
     setup = {
         "workers": list(workers),
         "num_parameters": host.rows.width,
+        "dtype": str(host.rows.dtype).removeprefix("torch."),
         "overlap": overlap,
         "optimizer_state": mode if every is None else dict(sorted(every.items())),
         "optimizers": kinds(optimizers),

@@ -16,8 +16,9 @@ from prsgd._warn import warn
 from prsgd.averaging.base import Averaging, Memory
 from prsgd.errors import CheckpointError, PrsgdError
 
-_LASTING = ("workers", "num_parameters", "fragments", "overlap", "optimizer_state")
-"""What of a run's parts may not change, beside its optimizers."""
+_MODEL = ("num_parameters", "dtype", "fragments")
+_LASTING = ("workers", *_MODEL, "overlap", "optimizer_state")
+"""What of a run's parts may not change, beside its optimizers: in no case, and with as many workers."""
 
 
 def described(part: object) -> str:
@@ -47,7 +48,7 @@ def check_optimizers(saved: Mapping[str, Any], own: Sequence[str]) -> None:
 
 def check_setup(saved: Mapping[str, Any], own: Mapping[str, Any], *, other_workers: bool = False) -> None:
     """Refuse what cannot go on from there, and say what goes on otherwise than it began."""
-    for name in ("num_parameters", "fragments") if other_workers else _LASTING:
+    for name in _MODEL if other_workers else _LASTING:
         if saved[name] != own[name]:
             words = name.replace("_", " ")
             raise CheckpointError(f"the state is of a run with {words} {saved[name]!r}, this one has {own[name]!r}")

@@ -70,9 +70,11 @@ class Found:
         )
 
     def forget_newer(self, folder: Path) -> None:
-        """Remove what is newer, and could be taken for a state of this run later. (Others that see it do so too.)"""
-        for round, worker in _all_in(folder):
-            if round > self.round:
+        """Remove what is newer, and could be taken for a state of this run later, and what was never finished. (Others
+        that see it do so too.)"""
+        finished = set(_all_in(folder))
+        for round, worker in _begun_in(folder):
+            if round > self.round or (round, worker) not in finished:
                 states_of(folder, worker).forget(round)
 
 
@@ -98,6 +100,8 @@ def find(folder: Path, comm: Communicator, device: torch.device) -> tuple[Found 
     mine: dict[str, Any] = {"kept": [], "damaged": [], "hosted": [comm.workers.start, comm.workers.stop]}
     refusal: Exception | None = None
     try:
+        if folder.exists() and not folder.is_dir():
+            raise CheckpointError(f"states are kept in a folder, and {folder} is a file")
         folder.mkdir(parents=True, exist_ok=True)
         mine["kept"], mine["damaged"] = _readable(folder)
     except (CheckpointError, OSError) as error:
@@ -154,6 +158,17 @@ def _all_in(folder: Path) -> Iterator[tuple[int, int]]:
             names = re.fullmatch(r"round-(\d+)/manifest-(\d+)\.json", f"{place.name}/{path.name}")
             if names is not None:
                 yield int(names[1]), int(names[2])
+
+
+def _begun_in(folder: Path) -> set[tuple[int, int]]:
+    """The same of all states of which anything is there: who is killed while it writes one leaves a part of it."""
+    found = set()
+    for place in list(folder.glob("round-*")):
+        for path in in_place(place, "*"):
+            names = re.fullmatch(r"round-(\d+)/\.?(?:manifest|worker)-(\d+)\..*", f"{place.name}/{path.name}")
+            if names is not None:
+                found.add((int(names[1]), int(names[2])))
+    return found
 
 
 def gathered(text: bytes, comm: Communicator, device: torch.device) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -64,6 +65,8 @@ class resumable:  # noqa: N801 - a word in the user's sentence
     """
 
     def __init__(self, folder: str | Path, local: LocalSGD, *, every: int = 50, **parts: Any) -> None:
+        if not os.fspath(folder):
+            raise ValueError("folder must be a path, got ''")  # it would be the folder that we are in
         self._folder, self._local, self._parts = Path(folder), local, parts
         self._every = whole_number("every", every, at_least=1)
         if local.comm.is_elastic:

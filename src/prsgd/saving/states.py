@@ -78,11 +78,16 @@ class States:
         place = self._place(number)
         place.mkdir(parents=True, exist_ok=True)
         files = dict(zip(self._names, packed.content()))
-        for name, content in files.items():
-            write(place / name, content)
         sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
         manifest = {"format": FORMAT, self._numbered: number, **said, "sha256": sums}
-        write(place / self._manifest, json.dumps(manifest, indent=2).encode())
+        try:
+            for name, content in files.items():
+                write(place / name, content)
+            write(place / self._manifest, json.dumps(manifest, indent=2).encode())
+        except OSError:
+            with suppress(OSError):
+                self._remove(place)  # where there is no space, a part of a state must not take it
+            raise
         for old in self._places()[: -self._keep]:
             self._remove(old)
 
