@@ -146,9 +146,9 @@ def kills(number: int, at_once: int, workers: int, chance: random.Random) -> Tri
                     if time.time() > moment + LIMIT_SECONDS:
                         raise LostError("not started again")
                     time.sleep(0.02)
-                again = min(next(w for w in reversed(run.said(i)) if "starts" in w)["round"] for i in range(workers))
-                began = max(next(w for w in reversed(run.said(i)) if "starts" in w)["at"] for i in range(workers))
+                began = max(_starts(run, i)["at"] for i in range(workers))
                 tries.seconds.append(run.await_average(began) - moment)
+                again = min(_starts(run, i)["round"] for i in range(workers))  # by now of a worker that has its state
             except LostError as error:
                 print(f"{tries.fault}: {error}", file=sys.stderr)
                 break
@@ -156,6 +156,11 @@ def kills(number: int, at_once: int, workers: int, chance: random.Random) -> Tri
             tries.survived += 1
         tries.alike = run.end()
     return tries
+
+
+def _starts(run: Run, worker: int) -> dict[str, Any]:
+    """The newest word that a worker has said when it starts: the first one before it has looked for a state."""
+    return next(word for word in reversed(run.said(worker)) if "starts" in word)
 
 
 @contextmanager
