@@ -317,6 +317,32 @@ def test_workers_that_are_alike_at_every_average_are_said_to_be() -> None:
     assert not nothing
 
 
+@pytest.mark.parametrize(
+    ("schedule", "fragments", "steps", "where"),
+    [
+        (prsgd.every(2), 2, 12, "rounds 1 and 3: "),  # of each fragment in turn
+        (prsgd.once(), 1, 16, "round 1: "),
+        (prsgd.once(), 1, 15, ""),
+        (prsgd.every(32), 1, 64, "round 1: "),
+    ],
+)
+def test_it_is_said_once_and_after_one_long_round(
+    schedule: prsgd.Schedule, fragments: int, steps: int, where: str
+) -> None:
+    fleet = prsgd.Fleet(model(), 2)
+    optimizer = torch.optim.SGD(fleet.parameters(), lr=0.1)
+    x = torch.randn(1, 5, 6, dtype=torch.float64).expand(2, 5, 6)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with prsgd.LocalSGD(fleet, optimizer, schedule=schedule, fragments=fragments):
+            for _ in range(steps):
+                optimizer.zero_grad()
+                fleet.backward(lambda out, y: (out - y).square().mean(), x, torch.zeros(2, 5, 1))
+                optimizer.step()
+    said = [str(w.message).partition("all workers")[0] for w in seen]
+    assert said == ([where] if where else [])
+
+
 # Several runs, epochs, looking in inference mode
 
 
@@ -363,8 +389,13 @@ def test_two_runs_in_one_loop_end_together() -> None:
 
 
 def test_runs_that_end_together_need_communicators_of_their_own() -> None:
-    with pytest.raises(ValueError, match=r"finish\(\) takes runs of LocalSGD, got \(3,\)"):
+    with pytest.raises(ValueError, match=r"finish\(\) takes runs of LocalSGD, got int"):
         prsgd.finish(3)  # type: ignore[arg-type]
+    with (
+        pytest.raises(ValueError, match=r"together\(\) takes runs of LocalSGD, got Linear"),
+        prsgd.together(nn.Linear(1, 1)),  # type: ignore[arg-type]
+    ):
+        raise AssertionError("it was started")
     with pytest.raises(ZeroDivisionError), prsgd.together(*(walk_run() for _ in range(2))) as runs:
         raise ZeroDivisionError
     for run in runs:

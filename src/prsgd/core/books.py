@@ -26,6 +26,8 @@ from prsgd.records import Record, Totals
 
 MOVES_NOTHING = 1e-8
 """An lr up to this may well leave all numbers of a model as they are."""
+SURE = 16
+"""Steps in a round after which workers that are alike have done the same work: one average is enough to tell."""
 KEPT = 10_000
 """Records that are kept in memory, the newest; about 1 kB each."""
 
@@ -100,6 +102,8 @@ class Ledger:
         self.totals = Totals()
         self.round = 0
         """Averages that have landed."""
+        self.told_alike = False
+        """Was it said that the workers are alike? Once is enough, also for a model that travels in fragments."""
 
     def add(self, record: Record) -> None:
         """It is complete, perhaps in the middle of the average that completed it: listeners hear of it afterwards."""
@@ -224,9 +228,12 @@ class Books:
         """Workers whose models are alike to the last bit before they are averaged have nothing to average."""
         still = self._alike and record.workers > 1 and record.period > 0 and record.lr > MOVES_NOTHING
         self._still = self._still + 1 if still else 0
-        if self._still == 2 and self.speaks and before is not None:
+        sure = self._still == 2 or (still and record.period >= SURE)
+        if sure and self.speaks and not self.ledger.told_alike:
+            self.ledger.told_alike = True
+            first = f"s {before.round} and" if before is not None and self._still == 2 else ""
             warn(
-                f"rounds {before.round} and {record.round}: all workers' models were alike to the last bit before "
+                f"round{first} {record.round}: all workers' models were alike to the last bit before "
                 "they were averaged. Is DistributedDataParallel (or a trainer's ddp strategy) left on, so that "
                 "gradients still travel at every step? Or do all workers get the same batches? Use the model without "
                 "DDP, and give each worker its own part of the data",
