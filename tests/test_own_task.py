@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -229,10 +230,20 @@ CASES = {
     GOOD.replace("model=net", "model=lambda: nn.ReLU()"): "{path}: model model: it must make a torch.nn.Module with "
     "parameters that train, got ReLU",
     GOOD.replace("model=net", "model=lambda: nn.Linear(3, 1)").replace("loss=loss", "loss=lambda out, y: out.mean()"): (
-        "{path}: metric of int64 (20,): accuracy needs a number for each class (n, classes) from the model, got float32"
+        "{path}: metric of int64 (4,): accuracy needs a number for each class (n, classes) from the model, got float32"
     ),
     GOOD.replace("loss=loss", "loss=loss, augment=lambda x, generator: x[:1]"): "{path}: augment of float32 (2, 3): it "
     "must give 2 samples for 2, got float32 (1, 3)",
+    GOOD.replace("loss=loss", "loss=lambda out, y: loss(out, y)[None]"): "{path}: loss of int64 (2,): it must give one "
+    "number as a tensor, got float32 (1,): take its mean()",
+    GOOD.replace("model=net", "model=lambda: nn.LazyLinear(2)"): "{path}: model model: its parameter 'weight' has no "
+    "shape yet: give the layer its number of inputs",
+    f"y[30] = 2; {GOOD}": "{path}: loss on train of int64 (4,): IndexError: Target 2 is out of bounds.",
+    f"y[50] = 2; {GOOD}": "{path}: loss on test of int64 (4,): IndexError: Target 2 is out of bounds.",
+    GOOD.replace("x[40:]", "x[40:, :2]"): "{path}: model net on test of float32 (4, 2): RuntimeError: mat1",
+    GOOD.replace(
+        "loss=loss", "loss=loss, metric=lambda out, y: None"
+    ): "{path}: metric of int64 (4,): it must give one number, got NoneType",
 }
 
 
@@ -266,6 +277,25 @@ def test_what_is_not_there_is_one_line(
     write(tmp_path)
     assert message in refused(capsys, command, "--task", name)
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.py"]
+
+
+def test_labels_may_be_booleans(tmp_path: Path) -> None:
+    text = GOOD.replace("loss=loss", "loss=lambda out, y: loss(out, y.long())").replace("y[", "(y > 0)[")
+    assert train(tmp_path / "run", write(tmp_path, text))["rounds"] == 1
+
+
+def test_models_whose_layers_share_weights_are_saved(tmp_path: Path) -> None:
+    text = """class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.other.weight = self.one.weight
+    def forward(self, x):
+        return self.one(x) + self.other(x)
+"""
+    train(tmp_path / "run", write(tmp_path, f"{text}{GOOD.replace('model=net', 'model=Tied')}"))
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+    assert torch.equal(saved["one.weight"], saved["other.weight"])
 
 
 def test_data_that_are_others_each_time_are_noticed(tmp_path: Path) -> None:

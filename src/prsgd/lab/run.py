@@ -280,7 +280,9 @@ class _Run:
             self._config.label, weights_sha256=fingerprint([*model.parameters(), *model.buffers()])
         )
         if self._rank == 0:
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state_of(model).items()}
+            tensors = {
+                name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state_of(model).items()
+            }
             write(self._folder / files.MODEL, save(tensors))
             write(self._folder / files.SUMMARY, json.dumps(asdict(summary), indent=2).encode())
         return summary

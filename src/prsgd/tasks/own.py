@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, IterableDataset
 
 from prsgd._check import one_of, positive, whole_number
@@ -160,7 +161,16 @@ def _judged_by(metric: Any, higher_is_better: bool, *, has_classes: bool) -> tup
         return ACCURACY, right_answers
     if not callable(metric):
         raise ValueError(f'metric must be "accuracy", a function of the model\'s output and y, or None, got {metric!r}')
-    return SCORE if higher_is_better else ERROR, lambda out, y: metric(out, y) * len(y)
+    return SCORE if higher_is_better else ERROR, lambda out, y: _one_number(metric(out, y)) * len(y)
+
+
+def _one_number(value: Any) -> Any:
+    """As it is, or a ValueError."""
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"it must give one number, got {_kind(value)}") from None
+    return value
 
 
 def _defaults(epochs: Any, batch_size: Any, lr: Any, optimizer: Any) -> dict[str, Any]:
@@ -190,19 +200,41 @@ def try_out(task: Task, *, model: str, batch_size: int) -> None:
             net = task.models[model]()
             if not isinstance(net, nn.Module) or not any(p.requires_grad for p in net.parameters()):
                 raise ValueError(f"it must make a torch.nn.Module with parameters that train, got {_kind(net)}")
+            lazy = next((name for name, p in net.named_parameters() if is_lazy(p)), None)
+            if lazy is not None:
+                raise ValueError(f"its parameter {lazy!r} has no shape yet: give the layer its number of inputs")
         with _named(f"model {model}", x):
             out = net(x)
         _try_loss(task, out, y)
-        with torch.no_grad(), _named("metric", data.test_y):
+        net.eval()
+        with torch.no_grad():
+            for part, all_x, all_y in (("train", data.train_x, data.train_y), ("test", data.test_x, data.test_y)):
+                x, y = _telling(all_x, all_y, batch_size)
+                with _named(f"model {model} on {part}", x):
+                    out = net(x)
+                with _named(f"loss on {part}", y):
+                    _one_number(task.loss_fn(out, y))
             if task.metric is not None:
-                _try_metric(task, net.eval()(data.test_x[:batch_size]), data.test_y[:batch_size])
+                with _named("metric", y):
+                    _try_metric(task, out, y)
+
+
+def _telling(x: Tensor, y: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The first samples, and of those with whole numbers as labels the smallest and the largest, which a model may not
+    have."""
+    chosen = list(range(min(number, len(x))))
+    if y.dim() == 1 and not y.is_floating_point() and not y.is_complex():
+        labels = y.long()  # of booleans nothing is the smallest
+        chosen += [int(labels.argmin()), int(labels.argmax())]
+    return x[chosen], y[chosen]
 
 
 def _try_loss(task: Task, out: Any, y: Tensor) -> None:
     with _named("loss", y):
         loss = task.loss_fn(out, y)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(f"it must give one number as a tensor, got {_kind(loss)}")
+        if not isinstance(loss, Tensor) or loss.dim():
+            hint = "" if not isinstance(loss, Tensor) else ": take its mean()"
+            raise ValueError(f"it must give one number as a tensor, got {_kind(loss)}{hint}")
         if not loss.requires_grad:
             raise ValueError("it must depend on the model's parameters, got a number that does not")
         if not math.isfinite(float(loss.detach())):
