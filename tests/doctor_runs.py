@@ -143,7 +143,7 @@ def refused(rank: int, kind: str) -> str:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(4))
-    loader = {"iterator": iter([torch.ones(1)]), "empty": []}[kind]
+    loader: Any = {"iterator": iter([torch.ones(1)]), "empty": [], "path": "train.csv", "number": 8}[kind]
     try:
         looked_at(local, loader if rank == 0 else [torch.ones(1)])
     except (ValueError, prsgd.PrsgdError) as error:

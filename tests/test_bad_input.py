@@ -37,6 +37,23 @@ def test_overlap(overlap: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("listener", "message"),
+    [
+        (5, "must be a function of a Record, got int"),
+        (lambda: None, "must take one argument, a Record"),
+        (lambda _, __: None, "must take one argument, a Record"),
+    ],
+)
+def test_listeners(listener: Any, message: str) -> None:
+    """Before a run, not at its first record."""
+    net = model()
+    with pytest.raises(ValueError, match=f"^on_record {message}$"):
+        prsgd.LocalSGD(net, sgd(net), schedule=prsgd.every(4), on_record=listener)
+    with pytest.raises(ValueError, match=f"^on_record {message}$"):
+        prsgd.LocalSGD(net, sgd(net), schedule=prsgd.every(4)).add_listener(listener)
+
+
+@pytest.mark.parametrize(
     ("schedule", "message"),
     [
         (prsgd.every(4), "overlap must be at most the period 4, got 5"),

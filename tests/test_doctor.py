@@ -80,6 +80,8 @@ def test_other_versions_are_told_and_refused(ranks: Kept) -> None:
     [
         ("iterator", "ValueError: loader must be what a loop goes through, not an iterator"),
         ("empty", "ValueError: loader must have a batch, it is empty"),
+        ("path", "ValueError: loader must be what a loop goes through, such as a DataLoader, got str"),
+        ("number", "ValueError: loader must be what a loop goes through, such as a DataLoader, got int"),
     ],
 )
 def test_a_loader_that_cannot_be_read_ends_all(ranks: Kept, kind: str, said: str) -> None:
@@ -106,6 +108,8 @@ def test_a_fleet_is_refused() -> None:
     local = prsgd.LocalSGD(fleet, torch.optim.SGD(fleet.parameters(), lr=0.1), schedule=prsgd.every(4))
     with pytest.raises(ValueError, match="local must be of a model of your own"):
         prsgd.doctor(local)
+    with pytest.raises(ValueError, match=r"local must be a prsgd\.LocalSGD, got Fleet"):
+        prsgd.doctor(fleet)  # type: ignore[arg-type]  # which is wrong
 
 
 BOX = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "docker0": "172.17.0.1"}

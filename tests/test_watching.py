@@ -196,7 +196,7 @@ def test_a_run_does_not_end_because_its_watcher_fails() -> None:
 
     def full(values: Values, step: int) -> None:
         told.append(step)
-        raise OSError("the disk is full")
+        raise OSError("the disk\nis full")
 
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -225,7 +225,10 @@ class NoWriter:
         (None, None, "watch must be given where to tell: a writer or a function as to, or lines=print"),
         (NoWriter, None, r"to must be a writer or a function, got the class NoWriter: make one, NoWriter\(\)"),
         (NoWriter(), None, "to must be a SummaryWriter, or a function of values by name and the step, got NoWriter"),
-        (None, "print", "lines must be a function of a text, such as print, got str"),
+        (None, "print", "lines must be a function of a text, got str"),
+        (lambda _: None, None, "to must take two arguments, the values by name and the step"),
+        (lambda _, *, step: step, None, "to must take two arguments"),
+        (None, lambda: None, "lines must take one argument, a text"),
     ],
 )
 def test_bad_arguments(to: Any, lines: Any, message: str) -> None:
@@ -233,7 +236,7 @@ def test_bad_arguments(to: Any, lines: Any, message: str) -> None:
     local = prsgd.LocalSGD(net, torch.optim.SGD(net.parameters(), lr=0.1), schedule=prsgd.every(2))
     with pytest.raises(ValueError, match=message):
         prsgd.watch(local, to, lines=lines)
-    with pytest.raises(ValueError, match="local must be a LocalSGD, got Sequential"):
+    with pytest.raises(ValueError, match=r"local must be a prsgd\.LocalSGD, got Sequential"):
         prsgd.watch(net, print)  # type: ignore[arg-type]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -146,3 +146,39 @@ def shown(value: object) -> str:
     if len(text) <= MOST_SHOWN:
         return text
     return f"{text[: MOST_SHOWN // 2 - 2]}... and so on ({len(text)} characters)"
+
+
+def function_of(name: str, value: object, what: str) -> None:
+    """A ValueError unless ``value`` can be called with one argument, which is told as ``what``.
+
+    >>> function_of("on_record", print, "a Record")
+    >>> function_of("on_record", 5, "a Record")
+    Traceback (most recent call last):
+    ValueError: on_record must be a function of a Record, got int
+    >>> function_of("on_record", lambda record, step: None, "a Record")
+    Traceback (most recent call last):
+    ValueError: on_record must take one argument, a Record
+    """
+    if not callable(value):
+        raise ValueError(f"{name} must be a function of {what}, got {type(value).__name__}")
+    if not takes(value, None):
+        raise ValueError(f"{name} must take one argument, {what}")
+
+
+def takes(function: Callable[..., object], *values: object) -> bool:
+    """Can it be called with these? What does not tell, as some of C's, is given the benefit of the doubt.
+
+    >>> takes(print, "a line"), takes(lambda values: None, {}, 0), takes(lambda values, *, step: None, {}, 0)
+    (True, False, False)
+    """
+    import inspect  # which a command line that needs no function does without
+
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return True
+    try:
+        signature.bind(*values)
+    except TypeError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from prsgd._check import one_of, positive, whole_number, whole_number_or_auto
+from prsgd._check import function_of, one_of, positive, whole_number, whole_number_or_auto
 from prsgd.averaging.base import Averaging, Setting
 from prsgd.averaging.mean import mean
 from prsgd.averaging.wires.base import Wire
@@ -97,6 +97,8 @@ def assemble(
     averaging = averaging or mean()
     limit = None if timeout_seconds is None else positive("timeout_seconds", timeout_seconds)
     positive("done_timeout_seconds", done_timeout_seconds)
+    if on_record is not None:
+        function_of("on_record", on_record, "a Record")
     own_comm = comm is None and not isinstance(model, Fleet)
     given = comm or (model.comm if isinstance(model, Fleet) else None)
     used = given or current(timeout_seconds=limit or LONGEST)

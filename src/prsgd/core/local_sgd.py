@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import prsgd
+from prsgd._check import function_of
 from prsgd.averaging.base import Averaging
 from prsgd.averaging.wires.base import Wire
 from prsgd.clocks.trace import Trace
@@ -129,6 +130,7 @@ class LocalSGD:
 
     def add_listener(self, on_record: Callable[[Record], None]) -> None:
         """Call it with each complete record too."""
+        function_of("on_record", on_record, "a Record")
         self._ledger.listeners.append(on_record)
 
     @property
@@ -389,6 +391,20 @@ class LocalSGD:
     def _require_running(self, call: str) -> None:
         if self._phase != "running":
             raise UsageError(f"{call}() {_WHEN[self._phase]}")
+
+
+def require_run(value: object) -> None:
+    """Raise a ValueError unless it is a ``LocalSGD``, which the one for accelerate only holds.
+
+    >>> require_run(8)
+    Traceback (most recent call last):
+    ValueError: local must be a prsgd.LocalSGD, got int
+    """
+    if not isinstance(value, LocalSGD):
+        kind = type(value)
+        same = kind.__name__ == LocalSGD.__name__
+        what = f"{kind.__module__}.{kind.__name__}, whose .local is one" if same else kind.__name__
+        raise ValueError(f"local must be a prsgd.LocalSGD, got {what}")
 
 
 _WHEN = {

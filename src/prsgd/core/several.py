@@ -56,7 +56,8 @@ def epoch(*runs: LocalSGD) -> Iterator[None]:
 
 def _checked(call: str, runs: Sequence[LocalSGD]) -> Sequence[LocalSGD]:
     if not runs or not all(isinstance(run, LocalSGD) for run in runs):
-        raise ValueError(f"{call}() takes runs of LocalSGD, got {runs!r}")
+        given = ", ".join(type(run).__name__ for run in runs) or "none"
+        raise ValueError(f"{call}() takes runs of LocalSGD, got {given}")
     if len(set(map(id, runs))) < len(runs):
         raise ValueError(f"{call}() takes each run once, got one of them twice")
     remote = [run for run in runs if len(run.comm.workers) < run.comm.num_workers]
@@ -101,6 +102,7 @@ def together(*runs: LocalSGD) -> Iterator[tuple[LocalSGD, ...]]:
     >>> critic.round, generator.round
     (2, 2)
     """
+    _checked("together", runs)
     try:
         for run in runs:
             run.start()

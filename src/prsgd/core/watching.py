@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from prsgd._check import function_of, takes
 from prsgd._warn import warn
-from prsgd.core.local_sgd import LocalSGD
+from prsgd.core.local_sgd import LocalSGD, require_run
 from prsgd.core.overview import percent
 from prsgd.records import Record
 
@@ -45,8 +46,7 @@ def watch(
     >>> {step: values["prsgd/period"] for step, values in seen.items()}
     {8: 8, 16: 8, 20: 4}
     """
-    if not isinstance(local, LocalSGD):
-        raise ValueError(f"local must be a LocalSGD, got {type(local).__name__}")
+    require_run(local)
     if isinstance(to, type):
         raise ValueError(f"to must be a writer or a function, got the class {to.__name__}: make one, {to.__name__}()")
     if to is None and lines is None:
@@ -55,8 +55,10 @@ def watch(
         raise ValueError(
             f"to must be a SummaryWriter, or a function of values by name and the step, got {type(to).__name__}"
         )
-    if lines is not None and not callable(lines):
-        raise ValueError(f"lines must be a function of a text, such as print, got {type(lines).__name__}")
+    if to is not None and not isinstance(to, ScalarWriter) and not takes(to, {}, 0):
+        raise ValueError("to must take two arguments, the values by name and the step, as in lambda values, step: ...")
+    if lines is not None:
+        function_of("lines", lines, "a text")
     if to is not None:
         local.add_listener(_Listener(local, _numbers_to(local, to)))
     if lines is not None:
@@ -77,7 +79,8 @@ class _Listener:
             self._tell(record)
         except Exception as error:
             self._failed = True
-            warn(f"watch() ends with round {record.round}: {type(error).__name__}: {error}", RuntimeWarning)
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            warn(f"watch() ends with round {record.round}: {why}", RuntimeWarning)
 
 
 def _numbers_to(local: LocalSGD, to: ScalarWriter | Function) -> Callable[[Record], Any]:

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from prsgd.comm.base import Communicator
-from prsgd.core.local_sgd import LocalSGD
+from prsgd.core.local_sgd import LocalSGD, require_run
 from prsgd.errors import PeerError
 from prsgd.preflight.finding import Finding, table
 from prsgd.preflight.job import Versions, compare, versions
@@ -59,6 +60,7 @@ def doctor(local: LocalSGD, loader: Iterable[Any] | None = None) -> list[Finding
     >>> [line.level for line in lines]
     ['ok', 'ok']
     """
+    require_run(local)
     if isinstance(local.model, Fleet):
         raise ValueError("local must be of a model of your own: a Fleet's workers are in one process, and share no DDP")
     if local.comm.is_elastic:
@@ -180,6 +182,8 @@ def _first_batches(loader: Iterable[Any]) -> bytes:
     """A digest of them, or ``_NONE``; whatever draws random numbers draws the same ones afterwards."""
     if isinstance(loader, Iterator):
         raise ValueError("loader must be what a loop goes through, not an iterator, whose first batches would be lost")
+    if isinstance(loader, str | bytes | Path) or not _can_be_gone_through(loader):
+        raise ValueError(f"loader must be what a loop goes through, such as a DataLoader, got {type(loader).__name__}")
     if isinstance(loader, DataLoader):
         if type(loader).__iter__ is not DataLoader.__iter__:  # its batches may come from another process
             return _NONE
@@ -195,6 +199,11 @@ def _first_batches(loader: Iterable[Any]) -> bytes:
     for leaf in tree_leaves(batches):
         digest.update(_bytes(leaf))
     return digest.digest()
+
+
+def _can_be_gone_through(loader: object) -> bool:
+    """By ``for batch in loader``, which is not tried: it may start processes."""
+    return isinstance(loader, Iterable) or hasattr(type(loader), "__getitem__")
 
 
 def _twin(loader: DataLoader[Any]) -> DataLoader[Any]:

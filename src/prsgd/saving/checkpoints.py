@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from prsgd import files
-from prsgd.core.local_sgd import LocalSGD
+from prsgd.core.local_sgd import LocalSGD, require_run
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
 from prsgd.replicas.optimizers import unwrapped
@@ -108,6 +108,7 @@ def load(
 def _given(
     local: LocalSGD, model: nn.Module | Fleet, optimizer: Optimizer | Sequence[Optimizer]
 ) -> Sequence[Optimizer]:
+    require_run(local)
     optimizers = [unwrapped(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     if model is not local.model or list(map(id, optimizers)) != list(map(id, local.optimizers)):
         raise ValueError("model and optimizer must be those that local trains, in the same order")

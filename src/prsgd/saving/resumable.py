@@ -14,7 +14,7 @@ from torch import nn
 from prsgd import files
 from prsgd._check import whole_number
 from prsgd._warn import warn
-from prsgd.core.local_sgd import LocalSGD
+from prsgd.core.local_sgd import LocalSGD, require_run
 from prsgd.core.resuming import check_optimizers, damage_named, kinds
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
@@ -65,6 +65,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
     """
 
     def __init__(self, folder: str | Path, local: LocalSGD, *, every: int = 50, **parts: Any) -> None:
+        require_run(local)
         if not os.fspath(folder):
             raise ValueError("folder must be a path, got ''")  # it would be the folder that we are in
         self._folder, self._local, self._parts = Path(folder), local, parts
