@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,11 @@ import torch
 from torch.utils.data import DataLoader
 
 import prsgd
+from prsgd.cli import main
+from prsgd.comm.job import Job
+from prsgd.comm.joining import store_of
 from prsgd.preflight.finding import WIDTH, table
+from prsgd.preflight.job import Meeting
 from prsgd.preflight.machine import Network
 from tests import ranks as programs
 from tests.kept import Kept
@@ -205,6 +212,50 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
         _, err = program.communicate(60)
     assert program.process.exitcode == 1
     assert err.splitlines()[-1] == "prsgd doctor: error: rank 1, 2 did not come within 2 s", err
+
+
+JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "code", "said"),
+    [
+        ({"RANK": "x"}, 2, "RANK must be a whole number >= 0, as torchrun sets it, got 'x'"),
+        ({"WORLD_SIZE": "0"}, 2, "WORLD_SIZE must be a whole number >= 1, as torchrun sets it, got '0'"),
+        ({"RANK": "-1"}, 2, "RANK must be a whole number >= 0, as torchrun sets it, got '-1'"),
+        ({"MASTER_PORT": "http"}, 2, "MASTER_PORT must be a whole number >= 0, as torchrun sets it, got 'http'"),
+        (
+            {},
+            1,
+            "rank 0 cannot listen at port {port} (MASTER_PORT), where the others look for it: Address already in use",
+        ),
+    ],
+)
+def test_a_job_that_cannot_be_is_one_line(
+    env: dict[str, str], code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in {**JOB, "MASTER_PORT": str(port), **env}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as stopped:
+            main(["doctor"])
+    assert stopped.value.code == code
+    assert capsys.readouterr().err == f"prsgd doctor: error: {said.format(port=port)}\n"
+
+
+def test_a_job_that_is_not_there_is_waited_for_as_long_as_is_said(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("prsgd.preflight.job.LIMIT_SECONDS", 0.5)
+    two = Job(1, 2, 1, "127.0.0.1", free_port(), on_one_machine=True, has_store=False)
+    with pytest.raises(prsgd.PeerError, match=r"rank 1 of 2 found nobody at 127\.0\.0\.1"):
+        Meeting(two)
+    assert capfd.readouterr().err == ""  # torch's own words would be a hundred lines
+    with pytest.raises(ValueError, match="RANK must be below WORLD_SIZE 2, got 2"):
+        store_of(replace(two, rank=2), timeout=timedelta(seconds=1))
 
 
 def test_alone(tmp_path: Path) -> None:

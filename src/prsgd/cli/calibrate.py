@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         check(config)
         if args.out.is_dir() or not args.out.parent.is_dir():
             raise ValueError(f"out must be a file in a folder that is there, got {args.out}")
-    if job.find() is not None:
+        ours = job.find()
+    if ours is not None:
         found: Cluster = measure(config, args.steps)
         if not job.is_first():
             return 0

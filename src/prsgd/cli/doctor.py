@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from prsgd.cli.parser import Parser, fail
+from prsgd.cli.parser import Parser, fail, refusing
 from prsgd.comm import job
 from prsgd.errors import PeerError
 
@@ -20,7 +20,8 @@ def run(_: argparse.Namespace) -> int:
     from prsgd.preflight.finding import is_wrong, table
     from prsgd.preflight.job import Meeting, alone
 
-    ours = job.find()
+    with refusing("doctor"):
+        ours = job.find()
     if ours is None:
         findings = alone()
         print(table(findings))
@@ -31,6 +32,8 @@ def run(_: argparse.Namespace) -> int:
         findings = meeting.findings()
     except PeerError as error:
         fail("doctor", str(error), code=1)
+    except ValueError as error:
+        fail("doctor", str(error), code=2)
     if ours.rank == 0:
         print(table(findings), flush=True)
     meeting.part()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from prsgd._check import shown
+
 _LOOPBACK = ("127.", "localhost", "::1")
 _LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
@@ -48,17 +50,25 @@ def find() -> Job | None:
     env = os.environ
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
-    size, address = int(env["WORLD_SIZE"]), env.get("MASTER_ADDR", "127.0.0.1")
+    size, address = _number("WORLD_SIZE", at_least=1), env.get("MASTER_ADDR", "127.0.0.1")
     return Job(
-        rank=int(env["RANK"]),
+        rank=_number("RANK"),
         size=size,
-        local_rank=int(env.get("LOCAL_RANK", "0")),
+        local_rank=_number("LOCAL_RANK", "0"),
         address=address,
-        port=int(env.get("MASTER_PORT", "29500")),
+        port=_number("MASTER_PORT", "29500"),
         on_one_machine=address.startswith(_LOOPBACK) or env.get("LOCAL_WORLD_SIZE") == str(size),
         has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        restarts=_number("TORCHELASTIC_RESTART_COUNT", "0"),
     )
+
+
+def _number(variable: str, usual: str = "", *, at_least: int = 0) -> int:
+    """What the environment says, or a ValueError that names the variable."""
+    text = os.environ.get(variable, usual)
+    if not text.isascii() or not text.isdigit() or int(text) < at_least:
+        raise ValueError(f"{variable} must be a whole number >= {at_least}, as torchrun sets it, got {shown(text)}")
+    return int(text)
 
 
 def lighthouse() -> str | None:
@@ -73,5 +83,8 @@ def elastic_environment(worker: int, num_workers: int, lighthouse: str) -> dict[
 
 def is_first() -> bool:
     """Does this process speak for its job?"""
-    job = find()
+    try:
+        job = find()
+    except ValueError:  # which is an error of every process's own
+        return True
     return job is None or job.rank == 0

@@ -15,6 +15,7 @@ from prsgd.comm import job
 from prsgd.comm.base import Communicator
 from prsgd.comm.in_process import InProcess
 from prsgd.comm.torch_distributed import TorchDistributed
+from prsgd.errors import PeerError
 
 
 def current(num_workers: int | None = None, *, timeout_seconds: float = 600.0) -> Communicator:
@@ -69,11 +70,25 @@ def store_of(ours: job.Job, *, timeout: timedelta) -> Store:
     return _fresh(_store(ours, timeout=timeout), ours)
 
 
+def serves(ours: job.Job) -> bool:
+    """Is the store, in which the job's processes meet, this process's?"""
+    return ours.rank == 0 and not ours.has_store
+
+
 def _store(ours: job.Job, *, timeout: timedelta) -> TCPStore:
-    serve = ours.rank == 0 and not ours.has_store
-    if not (serve and ours.on_one_machine):
-        return TCPStore(ours.address, ours.port, ours.size, serve, timeout, wait_for_workers=False)
-    return loopback_store(ours.port, ours.size, timeout=timeout)
+    if ours.rank >= ours.size:
+        raise ValueError(f"RANK must be below WORLD_SIZE {ours.size}, got {ours.rank}")
+    if not serves(ours):
+        return TCPStore(ours.address, ours.port, ours.size, False, timeout, wait_for_workers=False)
+    try:
+        if ours.on_one_machine:
+            return loopback_store(ours.port, ours.size, timeout=timeout)
+        return TCPStore(ours.address, ours.port, ours.size, True, timeout, wait_for_workers=False)
+    except (OSError, RuntimeError, dist.DistError) as error:
+        why = (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
+        raise PeerError(
+            f"rank 0 cannot listen at port {ours.port} (MASTER_PORT), where the others look for it: {why}"
+        ) from None
 
 
 def _fresh(store: TCPStore, ours: job.Job) -> Store:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ import prsgd
 from prsgd.comm import sockets
 from prsgd.comm.base import Communicator
 from prsgd.comm.job import Job
-from prsgd.comm.joining import current, join, stay_inside, store_of
+from prsgd.comm.joining import current, join, serves, stay_inside, store_of
 from prsgd.errors import PeerError, PrsgdError
 from prsgd.preflight.finding import Finding, is_wrong
 from prsgd.preflight.machine import Network, network
@@ -32,6 +33,7 @@ LIMIT_SECONDS = 60.0
 SUMMED_BYTES = 1 << 24
 _TIMES = 5
 """The fastest of so many is told: on a busy machine the others are the machine's."""
+_AGAIN_SECONDS = 0.2
 
 
 _CONNECT = (
@@ -96,8 +98,12 @@ class Meeting:
     def __init__(self, ours: Job) -> None:
         self._job = ours
         try:
+            if not serves(ours):
+                _await(ours)
             self._store: Store = store_of(ours, timeout=timedelta(seconds=LIMIT_SECONDS))
-        except (RuntimeError, dist.DistError):
+        except PeerError:
+            raise
+        except (OSError, RuntimeError, dist.DistError):
             raise PeerError(
                 f"rank {ours.rank} of {ours.size} found nobody at {ours.address}, port {ours.port} (MASTER_ADDR, "
                 f"MASTER_PORT) within {LIMIT_SECONDS:.0f} s"
@@ -149,6 +155,20 @@ class Meeting:
         places = sorted({sockets.readable(endpoint) for endpoint in sockets.listening() - before})
         listed = ", ".join(f"{address} port {port}" for address, port in places)
         return [speed, Finding("ok", "listening", f"rank {self._job.rank}: {listed or 'nowhere'}")]
+
+
+def _await(ours: Job) -> None:
+    """Until somebody listens where the ranks meet, or an OSError: torch would try for twice as long, and say so in a
+    hundred lines."""
+    until = time.monotonic() + LIMIT_SECONDS
+    while True:
+        try:
+            socket.create_connection((ours.address, ours.port), timeout=LIMIT_SECONDS).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_AGAIN_SECONDS)
 
 
 def compare(told: Sequence[Versions]) -> list[Finding]:
