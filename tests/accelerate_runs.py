@@ -87,6 +87,7 @@ def compared(rank: int, kinds: list[str], settings: dict[str, Any]) -> list[dict
 
 
 def said(rank: int, kind: str) -> str:
+    AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True)
     model: Any = network(False)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -104,7 +105,9 @@ def said(rank: int, kind: str) -> str:
         if kind == "fsdp":
             model = nn.Sequential(FullyShardedDataParallel(model.module, device_id=torch.device("cpu")))
         steps = {"steps": 0, "schedule": "often"}.get(kind, 4)
-        with LocalSGD(accelerator, model, steps, enabled=kind != "disabled") as local_sgd:
+        where: Any = model if kind == "swapped" else accelerator
+        what: Any = {"swapped": accelerator, "optimizer": optimizer}.get(kind, model)
+        with LocalSGD(where, what, steps, enabled=kind != "disabled") as local_sgd:
             return f"enabled {local_sgd.enabled}, local {type(local_sgd.local).__name__}"
     except (ValueError, prsgd.PrsgdError) as error:
         return f"{type(error).__name__}: {error}"
@@ -112,6 +115,7 @@ def said(rank: int, kind: str) -> str:
 
 def looked(rank: int) -> tuple[bool, bool]:
     """Inside the block a look shows the mean, and a worker that raises leaves nothing hooked."""
+    AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True)
     inner = network(False)
     model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
@@ -382,6 +382,8 @@ def refused(rank: int, kind: str) -> str:
     strategy = LocalSGDStrategy(schedule=prsgd.every(4), overlap=1)
     if kind == "sync_batchnorm":
         options["sync_batchnorm"] = True
+    elif kind == "ema":
+        options["callbacks"] = [EMAWeightAveraging()]
     elif kind == "lbfgs":
         model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters())  # type: ignore[method-assign]
     elif kind == "ddp":

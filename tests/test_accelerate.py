@@ -67,6 +67,8 @@ def test_a_look_shows_the_average(ranks: Kept) -> None:
         ("compiled DDP", "ValueError: model must not be in DistributedDataParallel"),
         ("steps", "ValueError: period must be a whole number >= 1, got 0"),
         ("schedule", "ValueError: schedule must be a schedule such as every(8), got 'often'"),
+        ("swapped", "ValueError: accelerator must be an accelerate.Accelerator, got DistributedDataParallel"),
+        ("optimizer", "ValueError: model must be an nn.Module, got AcceleratedOptimizer"),
         ("disabled", "enabled False, local NoneType"),
         ("", "enabled True, local LocalSGD"),
     ],

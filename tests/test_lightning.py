@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import prsgd
 from tests.kept import Kept
 
 pytestmark = [
@@ -139,6 +140,7 @@ def test_a_search_for_the_learning_rate_is_a_run_of_its_own(ranks: Kept) -> None
     ("kind", "said"),
     [
         ("sync_batchnorm", "ValueError: sync_batchnorm must be off with LocalSGDStrategy"),
+        ("ema", "ValueError: callbacks must not have EMAWeightAveraging with LocalSGDStrategy"),
         ("lbfgs", "ValueError: overlap must be 0 with LBFGS, which takes several gradients in a step, got 1"),
         ("ddp", "ValueError: model must not have its 'net' in DistributedDataParallel"),
         ("fsdp", "ValueError: model has its 'net' in FullyShardedDataParallel"),
@@ -160,6 +162,20 @@ def test_a_worker_that_raises_ends_all(ranks: Kept) -> None:
     first, second = ranks.run("tests.lightning_runs:one_fails")
     assert second == "KeyError: 'no more'"
     assert first.startswith("PeerError: round 3")
+
+
+def test_fabrics_wrapper_is_not_in_names() -> None:
+    from lightning.fabric.wrappers import _FabricModule
+
+    from prsgd.integrations.lightning import FabricStrategy
+
+    model: Any = _FabricModule(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), FabricStrategy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(4), fragments=["0.*", "1.*"]) as local:
+        for _ in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert {record.fragment for record in local.records} == {0, 1}
 
 
 def test_fabric(ranks: Kept) -> None:

@@ -73,6 +73,10 @@ class LocalSGD:
     ) -> None:
         self.local: core.LocalSGD | None = None
         """Inside the block and after it; None where nothing is averaged."""
+        if not isinstance(accelerator, Accelerator):
+            raise ValueError(f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}")
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
         schedule = every(local_sgd_steps) if isinstance(local_sgd_steps, int) else local_sgd_steps
         require_schedule(schedule)
         kind = accelerator.distributed_type

@@ -1,7 +1,7 @@
-"""Names of parameters and buffers as a model has them that is not compiled.
+"""Names of parameters and buffers as a model has them that nobody has wrapped.
 
-``torch.compile`` puts ``_orig_mod`` into them. Messages and files do without, so that compiled models and others fit
-together.
+``torch.compile`` puts ``_orig_mod`` into them, and Fabric ``_forward_module``. Messages and files do without, so that
+wrapped models and others fit together.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from torch import nn
 
 COMPILED = "_orig_mod"
 """What torch.compile calls the module that it wraps."""
+WRAPPED = (COMPILED, "_forward_module")
 T = TypeVar("T")
 
 
 def plain(name: str) -> str:
     """
-    >>> plain("_orig_mod.0._orig_mod.weight"), plain("0.weight"), plain("_orig_mod")
+    >>> plain("_orig_mod.0._orig_mod.weight"), plain("_forward_module.0.weight"), plain("_orig_mod")
     ('0.weight', '0.weight', '')
     """
-    return ".".join(part for part in name.split(".") if part != COMPILED)
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def plainly(named: Iterable[tuple[str, T]]) -> dict[str, T]:

@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -95,6 +96,12 @@ class LocalSGDStrategy(ShowsAverage):
             raise ValueError(
                 "sync_batchnorm must be off with LocalSGDStrategy: it would wait for all workers in every layer of "
                 "every step; BatchNorm's statistics are averaged with the model"
+            )
+        averages = [type(c).__name__ for c in trainer.callbacks if isinstance(c, WeightAveraging)]  # type: ignore[attr-defined]
+        if fits and averages:
+            raise ValueError(
+                f"callbacks must not have {averages[0]} with LocalSGDStrategy: each worker would keep the average of "
+                "its own models over time, and the workers would end with different ones"
             )
         super().setup(trainer)
         if not fits:
