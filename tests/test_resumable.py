@@ -51,6 +51,11 @@ PARTS: dict[str, dict[str, Any]] = {
     "auto": {"schedule": prsgd.auto(tolerance=40.0), "overlap": 1},
 }
 
+UNEVEN: dict[str, dict[str, Any]] = {
+    "alone": {"schedule": prsgd.per_worker([1]), "overlap": 1},
+    "two": {"schedule": prsgd.per_worker([1, 3]), "overlap": 1},
+}
+
 
 def train(
     folder: Path, parts: str, *, rank: int = 0, steps: int = 24, end: int | None = None, every: int = 2
@@ -62,7 +67,7 @@ def train(
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.8)
     noted = {"drawn": [0.0]}
-    local = prsgd.LocalSGD(model, optimizer, **PARTS[parts], timeout_seconds=30.0)
+    local = prsgd.LocalSGD(model, optimizer, **(PARTS | UNEVEN)[parts], timeout_seconds=30.0)
     held = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "noted": noted}
     with prsgd.resumable(folder, local, every=every, **held) as run:
         began, launched = flat(model), local.launched
@@ -162,6 +167,15 @@ def test_other_workers_go_on_from_the_mean(parts: str, now: int, tmp_path: Path)
     if now < 3:  # what strangers left is gone when nobody who is there needs it
         left = [int(path.parent.name.removeprefix("round-")) for path in tmp_path.glob("round-*/*-2.*")]
         assert min([*left, round]) >= states_of(tmp_path, 0).whole()[0]
+
+
+def test_a_worker_that_launches_before_its_first_step(tmp_path: Path) -> None:
+    """With a period of 1 and an overlap of 1 start() launches its average, and not the other's: gloo ended a process
+    whose sum of samples met that."""
+    run_ranks(rank_train, 1, tmp_path, "alone", 9)
+    [one, other] = run_ranks(rank_train, 2, tmp_path, "two", None)
+    assert one["samples"] == other["samples"] == 8 * len(batch(0, 0)[0])
+    assert torch.equal(one["model"], other["model"])
 
 
 def test_there_and_back(tmp_path: Path) -> None:

@@ -106,12 +106,12 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         found, self._run = find(self._folder, local.comm, device)
         if found is not None:
             self._go_on(found, device)
+            self.round = found.round
+            own = torch.tensor([local.samples], dtype=torch.int64, device=device)
+            self.samples = int(local.comm.all_reduce(own).wait())  # before start(): it may launch some workers' average
         local.start()
         self.step, self._launched = local.step, local.launched
         if found is not None:
-            self.round = found.round
-            own = torch.tensor([local.samples], dtype=torch.int64, device=device)
-            self.samples = int(local.comm.all_reduce(own).wait())
             found.forget_newer(self._folder)  # after start(), where all workers have met
         if local.comm.workers.start == 0:
             self._journal = Journal(self._folder / files.RECORDS, after=_recorded(local))
