@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in torch's own export list
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import prsgd
 
@@ -65,3 +70,165 @@ def test_a_state_of_the_users_own_keeping_is_refused_too() -> None:
         state = local.state_dict()
     with pytest.raises(prsgd.CheckpointError, match="of a run with SGD, this one has AdamW"):
         new()[2].load_state_dict(state)
+
+
+# Beside model and optimizer
+
+
+def scheduled(folder: Path, steps: int, stop: int | None = None) -> tuple[Any, list[float]]:
+    """Weights and lr after so many steps, from the state that is found."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, optimizer, local = new()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    if (folder / "model.safetensors").exists():
+        prsgd.load(local, model, optimizer, folder, scheduler=scheduler)
+    with local:
+        for _ in range(local.step, stop or steps):
+            step(model, optimizer)
+            scheduler.step()
+        if stop:
+            prsgd.save(local, model, optimizer, folder, scheduler=scheduler)
+    return model.weight.detach().clone(), [float(lr) for lr in scheduler.get_last_lr()]
+
+
+def test_an_lr_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
+    unbroken, lr = scheduled(tmp_path, 8)
+    scheduled(tmp_path, 8, stop=5)
+    resumed, again = scheduled(tmp_path, 8)
+    assert torch.equal(resumed, unbroken)
+    assert again == lr
+
+
+def test_what_is_saved_beside_them_must_be_the_same_and_can_be_saved(tmp_path: Path) -> None:
+    saved(tmp_path, new(), counts={"batches": 3})
+    model, optimizer, local = new()
+    with pytest.raises(
+        prsgd.CheckpointError, match=r"are of \['counts', 'model', 'optimizer'\], this run has \['model', 'o"
+    ):
+        prsgd.load(local, model, optimizer, tmp_path)
+    counts: dict[str, int] = {}
+    prsgd.load(local, model, optimizer, tmp_path, counts=counts)
+    assert counts == {"batches": 3}
+    with (
+        local,
+        pytest.raises(ValueError, match=r"loader must have state_dict\(\) and load_state_dict\(\), or"),
+    ):
+        prsgd.save(local, model, optimizer, tmp_path, loader=7)
+
+
+# States of other kinds of workers
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of one process: a worker's model is cut into one shard, and is a DTensor all the same."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+    finally:
+        dist.destroy_process_group()
+
+
+def tied(mesh: DeviceMesh | None) -> Run:
+    """The last layer has the weights of the first."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False))
+    model[2].weight = model[0].weight
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    return new(model=model, comm=prsgd.InProcess())
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters())
+    return [p.detach().clone() for p in whole]
+
+
+@pytest.mark.parametrize("again", ["sharded", "whole"])
+@pytest.mark.parametrize("before", ["sharded", "whole"])
+def test_one_shard_is_saved_and_loaded_as_several_are(
+    before: str, again: str, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    kinds = {"sharded": mesh, "whole": None}
+    model, optimizer, local = tied(kinds[before])
+    with local:
+        for t in range(6):
+            step(model, optimizer)
+            if t == 2:
+                prsgd.save(local, model, optimizer, tmp_path, counts={"batches": t})
+                was = weights(model)
+    plain = load_file(tmp_path / "model.safetensors")
+    assert sorted(plain) == ["0.weight", "2.weight"]
+    assert torch.equal(plain["2.weight"], was[0])
+    other, optimizer, local = tied(kinds[again])
+    counts: dict[str, int] = {}
+    if (before, again) == ("whole", "sharded"):
+        said = "are of workers that were one process with a whole model each, and these are not: load its model.safet"
+        with pytest.raises(prsgd.CheckpointError, match=said):
+            prsgd.load(local, other, optimizer, tmp_path, counts=counts)
+        return
+    prsgd.load(local, other, optimizer, tmp_path, counts=counts)
+    with local:
+        for _ in range(3):
+            step(other, optimizer)
+    assert all(map(torch.equal, weights(other), weights(model)))
+    assert counts == {"batches": 2}
+
+
+def test_the_newest_state_counts_whatever_wrote_it(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """A run that goes on with whole models leaves no state of shards behind, to which it would fall back."""
+    saved(tmp_path, tied(mesh))
+    model, optimizer, local = tied(None)
+    with pytest.raises(prsgd.CheckpointError, match="are of workers that were several processes each: go on from them"):
+        prsgd.resumable(tmp_path, local, model=model, optimizer=optimizer).__enter__()
+    model, optimizer, local = tied(None)
+    prsgd.load(local, model, optimizer, tmp_path)
+    saved(tmp_path, (model, optimizer, local))
+    model, optimizer, local = tied(None)
+    prsgd.load(local, model, optimizer, tmp_path)
+    assert local.step == 6
+    assert not list(tmp_path.glob("worker-*"))
+    saved(tmp_path, tied(mesh), steps=1)
+    assert not list(tmp_path.glob("round-*"))
+
+
+def test_folders_in_a_folder_are_left_alone(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """What lies in them may look like what prsgd.save writes there for workers of several processes."""
+    saved(tmp_path / "worker-0", new(), steps=5)
+    (tmp_path / "worker-1").mkdir()
+    (tmp_path / "worker-1" / "notes.txt").touch()
+    model, optimizer, local = new()
+    with pytest.raises(prsgd.CheckpointError, match="holds no state"):
+        prsgd.load(local, model, optimizer, tmp_path)
+    saved(tmp_path, tied(mesh))
+    saved(tmp_path, new())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "model.safetensors", "round-00000001", "worker-0", "worker-1",
+    ]  # fmt: skip
+    model, optimizer, local = new()
+    prsgd.load(local, model, optimizer, tmp_path / "worker-0")
+    assert local.step == 5
+
+
+def test_fleets_and_others(mesh: DeviceMesh, tmp_path: Path) -> None:
+    fleet = prsgd.Fleet(nn.Linear(3, 2), 2, mode="loop")
+    optimizer = OPTIMIZERS["AdamW"](fleet.parameters())
+    with prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2)) as local:
+        prsgd.save(local, fleet, optimizer, tmp_path / "fleet")
+    model, own, local = new()
+    with pytest.raises(prsgd.CheckpointError, match=r"are of Fleets, and this model is none: go on with a Fleet of"):
+        prsgd.load(local, model, own, tmp_path / "fleet")
+    saved(tmp_path / "shards", tied(mesh))
+    local = prsgd.LocalSGD(fleet, optimizer, schedule=prsgd.every(2))
+    with pytest.raises(prsgd.CheckpointError, match=r"a Fleet cannot go on from them: .* or load model.safetensors"):
+        prsgd.load(local, fleet, optimizer, tmp_path / "shards")
+
+
+def test_nothing_to_go_on_from(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "none", tmp_path / "file"):
+        model, optimizer, local = new()
+        with pytest.raises(prsgd.CheckpointError, match=r"holds no state that prsgd\.save has written"):
+            prsgd.load(local, model, optimizer, place)

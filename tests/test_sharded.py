@@ -456,6 +456,8 @@ def test_checkpoints_of_whole_models(tmp_path: Path) -> None:
         assert torch.equal(model, resumed)
         assert records[-len(later) :] == later
     for _, _, [line] in run_ranks(saved_and_resumed, 4, str(tmp_path), "outer", 2, True):
-        assert line.startswith(
-            f"{tmp_path} holds no state of workers that are several processes; the model alone can be"
+        assert line == (
+            f"the states in {tmp_path} are of workers that were one process with a whole model each, and these are "
+            "not: load its model.safetensors into the model before it is sharded or wrapped, and begin anew in another "
+            "folder, or go on with whole models"
         )

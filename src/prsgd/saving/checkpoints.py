@@ -21,17 +21,24 @@ from prsgd.core.local_sgd import LocalSGD, require_run
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
 from prsgd.replicas.optimizers import unwrapped
-from prsgd.saving import split
+from prsgd.saving import finding, split
 from prsgd.saving.finding import find, gathered
+from prsgd.saving.parts import check_parts
 from prsgd.saving.resumable import resumable
 from prsgd.saving.states import write
 
 
 def save(
-    local: LocalSGD, model: nn.Module | Fleet, optimizer: Optimizer | Sequence[Optimizer], folder: str | Path
+    local: LocalSGD,
+    model: nn.Module | Fleet,
+    optimizer: Optimizer | Sequence[Optimizer],
+    folder: str | Path,
+    **others: Any,
 ) -> None:
     """Write the run's state into ``folder``: models, optimizers, ``local`` and random numbers, to go on from by
     ``load``, and model.safetensors, the average of all workers' models, which is all that inference needs.
+
+    ``others``, such as ``scheduler=scheduler``: what else has a ``state_dict()``, or is a dict of plain values.
 
     A collective, while the run lasts: all processes of all workers call it between the same two averages, as they do
     ``consensus()``. They share the folder, or each worker has its own. A state is whole or is not there; the newest
@@ -55,26 +62,35 @@ def save(
     3
     """
     optimizers, folder = _given(local, model, optimizer), Path(folder)
+    check_parts(others)
     with local.consensus() as averaged:
         _write_model(local, averaged, folder)
     run = _name(local)
     with local.paused():
-        if local.host.team.size > 1:
-            problem = split.save(local, optimizers, folder, run)
+        if _is_split(local):
+            problem = split.save(local, optimizers, others, folder, run)
         else:
-            saver = resumable(folder, local, **_parts(model, optimizers))
+            saver = resumable(folder, local, **_parts(model, optimizers), **others)
             saver._run = run
             saver._write(local.launched, saver._packed())
             problem = saver._not_written
         _agree(local, problem, folder)
-        if local.host.team.size > 1:
+        if _is_split(local):
             split.tidy(local, folder)
+            finding.forget(folder)
+        else:
+            split.forget(folder)
 
 
 def load(
-    local: LocalSGD, model: nn.Module | Fleet, optimizer: Optimizer | Sequence[Optimizer], folder: str | Path
+    local: LocalSGD,
+    model: nn.Module | Fleet,
+    optimizer: Optimizer | Sequence[Optimizer],
+    folder: str | Path,
+    **others: Any,
 ) -> None:
-    """Go on from the newest state in ``folder``, between the constructor of ``local`` and ``start()``.
+    """Go on from the newest state in ``folder``, between the constructor of ``local`` and ``start()``; with the same
+    ``others`` as it was saved with.
 
     With as many workers of as many processes it is the same run to the last bit. Workers whose models were sharded may
     have another number of shards now, or none; those that were one process each may be another number of workers, which
@@ -91,18 +107,35 @@ def load(
     optimizers, folder = _given(local, model, optimizer), Path(folder)
     device = local.host.rows.device
     with torch.no_grad():
-        if split.is_there(folder):
-            split.load(local, optimizers, folder)
+        whole, cut = _newest(local, folder)
+        if max(whole, cut) < 0:
+            raise CheckpointError(f"{folder} holds no state that prsgd.save has written")
+        if cut > whole:
+            split.load(local, optimizers, others, folder)
             return
-        if local.host.team.size > 1:
+        if _is_split(local):
             raise CheckpointError(
-                f"{folder} holds no state of workers that are several processes; the model alone can be loaded from "
-                f"its {files.MODEL}, if that is there"
+                f"the states in {folder} are of workers that were one process with a whole model each, and these are "
+                f"not: load its {files.MODEL} into the model before it is sharded or wrapped, and begin anew in "
+                "another folder, or go on with whole models"
             )
         found, _ = find(folder, local.comm, device)
-        if found is None:
-            raise CheckpointError(f"{folder} holds no state that prsgd.save has written")
-        resumable(folder, local, **_parts(model, optimizers))._go_on(found, device)
+        assert found is not None, "some process has seen a state, and all of them know"
+        resumable(folder, local, **_parts(model, optimizers), **others)._go_on(found, device)
+
+
+def _is_split(local: LocalSGD) -> bool:
+    """Is a worker several processes, or its model cut into shards, be it into one?"""
+    return local.host.team.size > 1 or local.host.team.has_shards
+
+
+def _newest(local: LocalSGD, folder: Path) -> tuple[int, int]:
+    """The round of the newest state of workers that were one process each, and of others, in any process's folder."""
+    mine = json.dumps([finding.newest(folder), split.newest(folder)]).encode()
+    said = gathered(mine, local.host.team.comm, torch.device("cpu"))
+    ours = json.dumps([max(each) for each in zip(*said)]).encode()
+    whole, cut = zip(*gathered(ours, local.comm, local.host.rows.device))
+    return max(whole), max(cut)
 
 
 def _given(

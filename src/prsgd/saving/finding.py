@@ -85,6 +85,22 @@ def forget_strangers(folder: Path, *, before: int, num_workers: int) -> None:
             states_of(folder, worker).forget(round)
 
 
+def newest(folder: Path) -> int:
+    """The round of the newest state in ``folder``; -1: there is none."""
+    return max((round for round, _ in _all_in(folder)), default=-1)
+
+
+def split_states(folder: Path) -> set[Path]:
+    """Where there are states of workers that were several processes (``split.py``)."""
+    return {path.parent for path in folder.glob("worker-*/round-*/process-*.json")}
+
+
+def forget(folder: Path) -> None:
+    """Remove all states: newer ones are of workers that are several processes."""
+    for round, worker in _all_in(folder):
+        states_of(folder, worker).forget(round)
+
+
 def states_of(folder: Path, worker: int) -> States:
     """Of the process whose first worker this was."""
     owner, remedy = ("worker", worker), "begin anew in another folder"
@@ -104,6 +120,11 @@ def find(folder: Path, comm: Communicator, device: torch.device) -> tuple[Found 
             raise CheckpointError(f"states are kept in a folder, and {folder} is a file")
         folder.mkdir(parents=True, exist_ok=True)
         mine["kept"], mine["damaged"] = _readable(folder)
+        if not mine["kept"] and split_states(folder):
+            raise CheckpointError(
+                f"the states in {folder} are of workers that were several processes each: go on from them by "
+                "prsgd.load, or begin anew in another folder"
+            )
     except (CheckpointError, OSError) as error:
         refusal = error
     mine["refusal"], mine["run"] = None if refusal is None else str(refusal), os.urandom(8).hex()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from prsgd import files
 from prsgd._check import whole_number
@@ -18,11 +17,11 @@ from prsgd.core.local_sgd import LocalSGD, require_run
 from prsgd.core.resuming import check_optimizers, damage_named, kinds
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
-from prsgd.replicas.names import load_state, state_of
 from prsgd.replicas.optimizers import unwrapped
 from prsgd.saving.finding import Found, find, forget_strangers, states_of
 from prsgd.saving.inheriting import mean_of
 from prsgd.saving.journal import Journal
+from prsgd.saving.parts import check_names, check_parts, load_parts, state_of
 from prsgd.saving.random_numbers import random_state, restore_random_state
 from prsgd.saving.states import Packed
 
@@ -75,10 +74,10 @@ class resumable:  # noqa: N801 - a word in the user's sentence
                 "resumable is for workers that start together; where they come and go a worker is told the state by "
                 "the others: save local.state_dict() yourself for the case that all of them end"
             )
-        if local.host.team.size > 1:
+        if local.host.team.size > 1 or local.host.team.has_shards:
             raise ValueError(
-                f"resumable is for workers that are one process each, and {local.host.team.size} are one here: use "
-                "prsgd.save and prsgd.load"
+                "resumable is for workers that are one process with a whole model each, and not for models that are "
+                "sharded or workers of several processes: use prsgd.save and prsgd.load"
             )
         _check_parts(local, parts)
         self.step = 0
@@ -145,7 +144,7 @@ class resumable:  # noqa: N801 - a word in the user's sentence
         """The state as it is now."""
         state = {
             "local": self._local.state_dict(),
-            "parts": {name: _state_of(part) for name, part in self._parts.items()},
+            "parts": {name: state_of(part) for name, part in self._parts.items()},
             "random": random_state(),
         }
         return Packed.of(state)
@@ -189,6 +188,11 @@ class resumable:  # noqa: N801 - a word in the user's sentence
                 f"the states in {self._folder} are of {found.num_workers} workers in other processes: a Fleet goes on "
                 "with as many workers in as many processes as it had"
             )
+        if any(kept.stop - kept.start > 1 for kept in found.bearers):
+            raise CheckpointError(
+                f"the states in {self._folder} are of Fleets, and this model is none: go on with a Fleet of as many "
+                "workers in as many processes, or load the model alone and begin anew"
+            )
         state = mean_of(found, self._folder, self._local.comm, device)
         self._check_optimizers(state)
         self._load(state["parts"], fresh_optimizers=state["local"]["setup"]["optimizer_state"] == "reset")
@@ -202,23 +206,8 @@ class resumable:  # noqa: N801 - a word in the user's sentence
             check_optimizers(state["local"]["setup"], kinds(self._local.optimizers))
 
     def _load(self, states: Mapping[str, Any], *, fresh_optimizers: bool = False) -> None:
-        if set(states) != set(self._parts):
-            raise CheckpointError(
-                f"the states in {self._folder} are of {sorted(states)}, this run has {sorted(self._parts)}"
-            )
-        for name, part in self._parts.items():
-            try:
-                if isinstance(part, torch.optim.Optimizer) and fresh_optimizers:
-                    part.load_state_dict({**states[name], "state": {}})
-                elif isinstance(part, MutableMapping):
-                    part.update(states[name])
-                elif isinstance(part, nn.Module):
-                    load_state(part, states[name])
-                else:
-                    part.load_state_dict(states[name])
-            except (KeyError, ValueError, RuntimeError, TypeError, IndexError) as error:
-                line = " ".join(str(error).split())
-                raise CheckpointError(f"the state of {name!r} in {self._folder} does not fit: {line}") from None
+        check_names(states, self._parts, self._folder)
+        load_parts(states, self._parts, self._folder, fresh_optimizers=fresh_optimizers)
 
 
 def _recorded(local: LocalSGD) -> int:
@@ -227,20 +216,7 @@ def _recorded(local: LocalSGD) -> int:
 
 
 def _check_parts(local: LocalSGD, parts: Mapping[str, Any]) -> None:
-    for name, part in parts.items():
-        stateful = callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
-        if not stateful and not isinstance(part, MutableMapping):
-            raise ValueError(f"{name} must have state_dict() and load_state_dict(), or be a dict, got {part!r}")
-        try:
-            Packed.of(_state_of(part))
-        except TypeError as error:  # not after the first fifty rounds
-            raise ValueError(f"{name} has a state that cannot be saved: {error}") from None
+    check_parts(parts)
     given = {id(unwrapped(part)) for part in parts.values()}
     if not {id(part) for part in (local.model, *local.optimizers)} <= given:
         raise ValueError("resumable must be given the model and all optimizers that local trains: model=, optimizer=")
-
-
-def _state_of(part: Any) -> Any:
-    if isinstance(part, MutableMapping):
-        return dict(part)
-    return state_of(part) if isinstance(part, nn.Module) else part.state_dict()

@@ -16,6 +16,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from prsgd import files
 from prsgd._warn import warn
 from prsgd.core.local_sgd import LocalSGD
 from prsgd.core.resuming import check_optimizers, damage_named, kinds
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
-from prsgd.replicas.names import COMPILED, state_of
+from prsgd.replicas.names import COMPILED
 from prsgd.replicas.rows import Rows, is_shard
 from prsgd.replicas.rows import local as here
 from prsgd.replicas.sharded import slice_of
-from prsgd.saving.finding import KEEP, gathered
+from prsgd.saving.finding import KEEP, gathered, split_states
+from prsgd.saving.parts import check_names, load_parts, state_of
 from prsgd.saving.random_numbers import random_state, restore_random_state
 from prsgd.saving.states import DamagedCheckpointError, Packed, States
 
@@ -43,17 +46,28 @@ CUT = "cut"
 """Stands in an optimizer's state where a tensor was that is cut as its parameter is."""
 
 
-def is_there(folder: Path) -> bool:
-    """Are the states in ``folder`` of workers that were several processes?"""
-    return any(folder.glob("worker-*/round-*"))
+def newest(folder: Path) -> int:
+    """The round of the newest state in ``folder`` of a worker that was several processes; -1: there is none."""
+    return max((int(place.name.removeprefix("round-")) for place in split_states(folder)), default=-1)
 
 
-def save(run: LocalSGD, optimizers: Sequence[Optimizer], folder: Path, name: str) -> Exception | None:
+def forget(folder: Path) -> None:
+    """Remove all such states: newer ones are of workers that are one process each."""
+    for place in split_states(folder):
+        shutil.rmtree(place, ignore_errors=True)
+        with suppress(OSError):  # there is more in it
+            place.parent.rmdir()
+
+
+def save(
+    run: LocalSGD, optimizers: Sequence[Optimizer], parts: Mapping[str, Any], folder: Path, name: str
+) -> Exception | None:
     """Write this process's part of the state; returns what went wrong."""
     from torch.distributed import checkpoint
 
     team, number = run.host.team, run.launched
     tree, tensors = _taken_apart(run, optimizers)
+    tree["parts"] = {key: state_of(part) for key, part in parts.items()}
     states = _states(folder, run.comm.workers.start, team.place)
     place = _place(folder, run.comm.workers.start, number)
     try:
@@ -81,11 +95,12 @@ def tidy(run: LocalSGD, folder: Path) -> None:
                 shutil.rmtree(tensors, ignore_errors=True)
 
 
-def load(run: LocalSGD, optimizers: Sequence[Optimizer], folder: Path) -> None:
+def load(run: LocalSGD, optimizers: Sequence[Optimizer], parts: Mapping[str, Any], folder: Path) -> None:
     """Go on from the newest state that all workers have."""
     if isinstance(run.model, Fleet):
         raise CheckpointError(
-            f"the states in {folder} are of workers that were several processes, and not of a Fleet's"
+            f"the states in {folder} are of workers that were several processes, and a Fleet cannot go on from them: "
+            f"go on with workers that are processes, or load {files.MODEL} into the model and begin anew"
         )
     from torch.distributed import checkpoint
 
@@ -95,6 +110,7 @@ def load(run: LocalSGD, optimizers: Sequence[Optimizer], folder: Path) -> None:
     trees = [_states(folder, worker, p).load(number) for p in ([team.place] if same else range(processes))]
     tree = trees[0] if same else _merged(trees, folder, first=team.place == 0, size=team.size)
     tensors = _wanted(run, optimizers, tree, folder)
+    check_names(tree["parts"], parts, folder)
     reader = checkpoint.filesystem.FileSystemReader(_place(folder, worker, number) / f"tensors-{name}")
     try:
         alone = team.group is None
@@ -107,6 +123,7 @@ def load(run: LocalSGD, optimizers: Sequence[Optimizer], folder: Path) -> None:
     if not same:
         tree["local"]["setup"]["num_parameters"] = run.host.rows.width
     _put_together(run, optimizers, tree, tensors)
+    load_parts(tree["parts"], parts, folder)
     if same:
         restore_random_state(tree["random"])
     elif worker == 0 and team.place == 0:
