@@ -249,6 +249,19 @@ def test_tied_weights_travel_once() -> None:
         dealt(dict(net.named_parameters()), 3)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("fragments", [["head.*", "rest.*"], ["first.*", ["rest.*", "head.*"]]])
+def test_a_pattern_of_tied_weights_is_told_by_which_name_they_travel(fragments: Any, compiled: bool) -> None:
+    net = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("first", "rest", "head")})
+    net["head"].weight = net["first"].weight
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    given: Any = torch.compile(net, backend="eager") if compiled else net
+    said = "fragments: 'head.*' matches 'head.weight', which is tied to 'first.weight' and travels as that, in its fr"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        prsgd.LocalSGD(given, optimizer, schedule=prsgd.every(4), fragments=fragments)
+    prsgd.LocalSGD(given, optimizer, schedule=prsgd.every(4), fragments=["first.*", "rest.*"])
+
+
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 6))
 def test_layers_are_dealt_evenly(sizes: list[int], fragments: int) -> None:
     named = {f"{k}.weight": nn.Parameter(torch.zeros(size)) for k, size in enumerate(sizes)}
@@ -374,6 +387,9 @@ def test_a_state_of_other_fragments_is_refused() -> None:
         ({"fragments": 3}, "fragments must be at most the number of layers that train, 2, got 3"),
         ({"fragments": 2.0}, "fragments must be a number, or a pattern of names for each, got 2.0"),
         ({"fragments": "0.*"}, "fragments must be a number, or a pattern of names for each, got '0.*'"),
+        ({"fragments": [3]}, "fragments must be patterns of names, or lists of them, got 3 among them"),
+        ({"fragments": ["0.*", None]}, "fragments must be patterns of names, or lists of them, got None among them"),
+        ({"fragments": [["*", 4]]}, "fragments must be patterns of names, or lists of them, got ['*', 4] among them"),
         ({"fragments": []}, "fragments must have at least one pattern of names, got none"),
         ({"fragments": [[], ["*"]]}, "fragments: a list of patterns is empty"),
         (

@@ -18,7 +18,7 @@ from prsgd.clocks.wall import WallClock
 from prsgd.comm.base import Communicator
 from prsgd.comm.joining import current
 from prsgd.core.books import Books, Ledger
-from prsgd.core.fragments import Names, check_fragments, dealing, dealt
+from prsgd.core.fragments import Names, check_fragments, dealing, dealt, tied_names
 from prsgd.core.hooks import Hooks, SkippedSteps
 from prsgd.core.lane import Lane, Run
 from prsgd.core.lanes import Lanes
@@ -114,7 +114,7 @@ def assemble(
     setting = replace(setting, team=team.size, has_shards=team.has_shards)
     schedule.check(num_workers, setting.overlap)
     setting.require(averaging)
-    parts = dealt(host.rows.workers[0], fragments)
+    parts = dealt(host.rows.workers[0], fragments, tied_names(host.modules[0]))
     check_fragments(len(parts), schedule, averaging, setting)
     if limit is not None:
         team.comm.timeout_seconds = limit

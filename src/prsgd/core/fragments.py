@@ -6,17 +6,24 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from torch import nn
 from torch.nn.parameter import Parameter
 
 from prsgd._check import shown, whole_number
 from prsgd.averaging.base import Averaging, Setting
+from prsgd.replicas.names import plainly
 from prsgd.schedules.base import Schedule
 
 Names = list[str]
 
 
-def dealt(named: Mapping[str, Parameter], fragments: int | Sequence[str | Sequence[str]]) -> list[Names]:
+def dealt(
+    named: Mapping[str, Parameter],
+    fragments: int | Sequence[str | Sequence[str]],
+    tied: Mapping[str, str] | None = None,
+) -> list[Names]:
     """The names of each fragment's parameters, in the model's order; fragments in the order of their first ones.
+    ``tied``: other names of parameters that have several, and those that ``named`` has.
 
     A number: the layers, which are the modules that own parameters, are dealt out, the largest first, each to the
     fragment that has the least so far. Patterns (or lists of them), one for each fragment: as in file names, where
@@ -32,11 +39,25 @@ def dealt(named: Mapping[str, Parameter], fragments: int | Sequence[str | Sequen
     if isinstance(fragments, str) or (not isinstance(fragments, int) and not isinstance(fragments, Sequence)):
         raise ValueError(f"fragments must be a number, or a pattern of names for each, got {shown(fragments)}")
     if isinstance(fragments, Sequence):
-        found = _by_patterns(named, fragments)
+        found = _by_patterns(named, fragments, tied or {})
     else:
         found = _by_size(named, whole_number("fragments", fragments, at_least=1))
     order = {name: place for place, name in enumerate(named)}
     return sorted((sorted(names, key=order.__getitem__) for names in found), key=lambda names: order[names[0]])
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The names by which ``named_parameters()`` does not call a parameter that has several, and the one that it uses.
+
+    >>> import torch
+    >>> model = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2, False), "last": torch.nn.Linear(2, 2, False)})
+    >>> model["last"].weight = model["first"].weight
+    >>> tied_names(model)
+    {'last.weight': 'first.weight'}
+    """
+    first: dict[int, str] = {}
+    pairs = plainly(model.named_parameters(remove_duplicate=False)).items()
+    return {name: other for name, p in pairs if (other := first.setdefault(id(p), name)) != name}
 
 
 def dealing(fragments: Sequence[Names]) -> str:
@@ -76,15 +97,26 @@ def _by_size(named: Mapping[str, Parameter], fragments: int) -> list[Names]:
     return found
 
 
-def _by_patterns(named: Mapping[str, Parameter], fragments: Sequence[str | Sequence[str]]) -> list[Names]:
+def _by_patterns(
+    named: Mapping[str, Parameter], fragments: Sequence[str | Sequence[str]], tied: Mapping[str, str]
+) -> list[Names]:
     if not fragments:
         raise ValueError("fragments must have at least one pattern of names, got none")
     found: list[Names] = []
     taken: dict[str, str] = {}
     for patterns in fragments:
         own: Names = []
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        several = [patterns] if isinstance(patterns, str) else patterns
+        if not isinstance(several, Sequence) or not all(isinstance(pattern, str) for pattern in several):
+            raise ValueError(f"fragments must be patterns of names, or lists of them, got {shown(patterns)} among them")
+        for pattern in several:
             matches = [name for name in named if fnmatchcase(name, pattern)]
+            others = [name for name, first in tied.items() if first in named and fnmatchcase(name, pattern)]
+            if others and not matches:
+                raise ValueError(
+                    f"fragments: {pattern!r} matches {others[0]!r}, which is tied to {tied[others[0]]!r} and travels "
+                    "as that, in its fragment: leave the pattern out"
+                )
             if not matches:
                 first = ", ".join(map(repr, list(named)[:3]))
                 raise ValueError(
