@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -83,6 +85,33 @@ def test_a_gpt_by_diloco(tmp_path: Path) -> None:
     assert last < first - 0.1
     model = GPT(layers=2, width=64, heads=2, context=64)
     model.load_state_dict(torch.load(tmp_path / "gpt.pt", weights_only=True))
+
+
+def test_a_gpt_goes_on_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's second block in the place of the first one's lines, in this process: one worker."""
+    page = DOCS / "transformers.md"
+    text = block(page, tmp_path).read_text()
+    resumed = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1]
+    head, body = resumed.split("        ...\n")
+    old = re.search(r"with prsgd\.LocalSGD.*\n    for step in .*\n", text)
+    assert old is not None
+    end = "\nif worker == 0:  # +\n    torch.save"
+    text = text.replace(old[0], head).replace(end, body + end)
+    text = text.replace("STEPS, BATCH, CONTEXT = 256, 8, 64", "STEPS, BATCH, CONTEXT = 160, 2, 16")
+    (tmp_path / "input.txt").write_text((DOCS.parent / "README.md").read_text())
+    monkeypatch.setattr("sys.argv", ["script.py", str(tmp_path / "input.txt")])
+    models = []
+    for folder, stops in (("unbroken", [None]), ("broken", [100, None])):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        for stop in stops:
+            path = tmp_path / folder / "script.py"
+            last = f"        if step == {stop}:\n            raise EOFError\n        run.tick()"
+            path.write_text(text.replace("        run.tick()", last))
+            with nullcontext() if stop is None else pytest.raises(EOFError):
+                runpy.run_path(str(path))
+        models.append(torch.load("gpt.pt", weights_only=True))
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
 @pytest.mark.parametrize(
