@@ -174,7 +174,8 @@ def test_a_worker_that_launches_before_its_first_step(tmp_path: Path) -> None:
     whose sum of samples met that."""
     run_ranks(rank_train, 1, tmp_path, "alone", 9)
     [one, other] = run_ranks(rank_train, 2, tmp_path, "two", None)
-    assert one["samples"] == other["samples"] == 8 * len(batch(0, 0)[0])
+    assert one["step"] in (8, 9)  # states are written while it trains: the newest may be there already
+    assert one["samples"] == other["samples"] == one["step"] * len(batch(0, 0)[0])
     assert torch.equal(one["model"], other["model"])
 
 

@@ -56,8 +56,9 @@ class Contestant:
     """Does it find its way in the first averages, so that it has to be given some?"""
 
     def warm_up(self, period: int) -> int:
-        """Steps that are not looked at."""
-        return WARM_UP_STEPS if self.every_step else (6 if self.settles else 2) * period
+        """Steps that are not looked at. A turn begins one step before a round ends: then every average that is launched
+        in it has the steps to hide behind in it, also where these are a whole period."""
+        return WARM_UP_STEPS if self.every_step else (6 if self.settles else 2) * period - 1
 
 
 @dataclass(frozen=True)

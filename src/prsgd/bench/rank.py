@@ -82,6 +82,7 @@ def main() -> None:
         for _ in range(orders.warm_up):
             step()
         drained(local)
+        taken = orders.warm_up
         _say(answers, {"ready": True})
         for line in sys.stdin:
             if line.strip() == "accuracy":
@@ -95,7 +96,8 @@ def main() -> None:
             took = [after - before for before, after in pairwise(times)]
             usual = median(took)
             parts = {} if local is None else parts_of(local, int(line))
-            exposed = max(0.0, drained(local) - orders.period * usual)
+            taken += len(took)
+            exposed = max(0.0, drained(local) - (orders.period - taken % orders.period) * usual)
             processor = time.process_time() - processor
             seconds = times[-1] - times[0] + exposed
             beyond = max(0.0, seconds - len(took) * usual)  # noise is on both sides of the usual step
@@ -103,8 +105,8 @@ def main() -> None:
 
 
 def drained(local: prsgd.LocalSGD | None) -> float:
-    """Wait for an average that is under way, so that it does not travel in the others' turns: that is the case between
-    two blocks where the overlap is the whole period, whose steps would have hidden it. Returns the seconds."""
+    """Wait for an average that is under way, so that it does not travel in the others' turns; the steps that are left of
+    its round would have hidden it. Returns the seconds."""
     began = time.perf_counter()
     if local is not None:
         _ = local.is_ending  # waits for what is under way, and lands nothing
