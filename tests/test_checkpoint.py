@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,30 @@ def test_what_comes_back_is_what_was_saved(tmp_path: Path) -> None:
     checkpoints.save(7, STATE)
     assert checkpoints.whole() == [7]
     assert alike(checkpoints.load(7), STATE)
+
+
+def test_a_state_stays_whole_where_there_is_no_space_to_write_it_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(7, {"numbers": torch.ones(10)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        for step in (7, 8):
+            with pytest.raises(OSError, match="File too large"):
+                checkpoints.save(step, {"numbers": torch.ones(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpoints.whole() == [7]
+    assert torch.equal(checkpoints.load(7)["numbers"], torch.ones(10))
+    assert [path.name for path in tmp_path.rglob("step-*")] == ["step-00000007"]
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_what_was_just_saved_is_kept_also_where_others_are_newer(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (10, 15, 20, 3):
+        checkpoints.save(step, {"step": step})
+    assert 3 in checkpoints.whole()
 
 
 def test_what_is_not_plain_is_refused(tmp_path: Path) -> None:

@@ -115,6 +115,8 @@ def test_what_is_saved_beside_them_must_be_the_same_and_can_be_saved(tmp_path: P
         pytest.raises(ValueError, match=r"loader must have state_dict\(\) and load_state_dict\(\), or"),
     ):
         prsgd.save(local, model, optimizer, tmp_path, loader=7)
+    with pytest.raises(ValueError, match="cannot be called 'every', which has another meaning"):
+        prsgd.load(local, model, optimizer, tmp_path, every={"batches": 3})
 
 
 # States of other kinds of workers
@@ -178,7 +180,8 @@ def test_one_shard_is_saved_and_loaded_as_several_are(
 
 
 def test_the_newest_state_counts_whatever_wrote_it(mesh: DeviceMesh, tmp_path: Path) -> None:
-    """A run that goes on with whole models leaves no state of shards behind, to which it would fall back."""
+    """A run that goes on with whole models does not fall back to its older state of shards, and parts of newer states
+    count for nothing."""
     saved(tmp_path, tied(mesh))
     model, optimizer, local = tied(None)
     with pytest.raises(prsgd.CheckpointError, match="are of workers that were several processes each: go on from them"):
@@ -189,12 +192,15 @@ def test_the_newest_state_counts_whatever_wrote_it(mesh: DeviceMesh, tmp_path: P
     model, optimizer, local = tied(None)
     prsgd.load(local, model, optimizer, tmp_path)
     assert local.step == 6
-    assert not list(tmp_path.glob("worker-*"))
-    saved(tmp_path, tied(mesh), steps=1)
-    assert not list(tmp_path.glob("round-*"))
+    for part in ("worker-0/round-00000030/process-0.json", "round-00000040/worker-0.json"):
+        (tmp_path / part).parent.mkdir(parents=True)
+        (tmp_path / part).touch()
+    model, optimizer, local = tied(None)
+    prsgd.load(local, model, optimizer, tmp_path)
+    assert local.step == 6
 
 
-def test_folders_in_a_folder_are_left_alone(mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_folders_in_a_folder_are_left_alone(tmp_path: Path) -> None:
     """What lies in them may look like what prsgd.save writes there for workers of several processes."""
     saved(tmp_path / "worker-0", new(), steps=5)
     (tmp_path / "worker-1").mkdir()
@@ -202,7 +208,6 @@ def test_folders_in_a_folder_are_left_alone(mesh: DeviceMesh, tmp_path: Path) ->
     model, optimizer, local = new()
     with pytest.raises(prsgd.CheckpointError, match="holds no state"):
         prsgd.load(local, model, optimizer, tmp_path)
-    saved(tmp_path, tied(mesh))
     saved(tmp_path, new())
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "model.safetensors", "round-00000001", "worker-0", "worker-1",
@@ -228,7 +233,9 @@ def test_fleets_and_others(mesh: DeviceMesh, tmp_path: Path) -> None:
 
 def test_nothing_to_go_on_from(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for place in (tmp_path, tmp_path / "none", tmp_path / "file"):
+    nothing = r"holds no state that prsgd\.save has written"
+    for place, said in ((".", nothing), ("none", nothing), ("file", "states are kept in a folder, and .* is a file")):
         model, optimizer, local = new()
-        with pytest.raises(prsgd.CheckpointError, match=r"holds no state that prsgd\.save has written"):
-            prsgd.load(local, model, optimizer, place)
+        with pytest.raises(prsgd.CheckpointError, match=said):
+            prsgd.load(local, model, optimizer, tmp_path / place)
+    assert not (tmp_path / "none").exists()

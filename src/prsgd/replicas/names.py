@@ -43,7 +43,7 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     return plainly(module.state_dict().items())
 
 
-def load_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+def load_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load what ``state_of`` this module, or of one that is compiled where this is not, has given."""
     own = plainly((name, name) for name in module.state_dict())
-    module.load_state_dict({own.get(name, name): value for name, value in state.items()})
+    module.load_state_dict({own.get(name, name): value for name, value in state.items()}, strict=strict)

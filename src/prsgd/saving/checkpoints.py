@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from prsgd.core.local_sgd import LocalSGD, require_run
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
 from prsgd.replicas.optimizers import unwrapped
-from prsgd.saving import finding, split
+from prsgd.saving import split
 from prsgd.saving.finding import find, gathered
 from prsgd.saving.parts import check_parts
 from prsgd.saving.resumable import resumable
@@ -62,7 +62,7 @@ def save(
     3
     """
     optimizers, folder = _given(local, model, optimizer), Path(folder)
-    check_parts(others)
+    _check_others(others, model, optimizers)
     with local.consensus() as averaged:
         _write_model(local, averaged, folder)
     run = _name(local)
@@ -77,9 +77,6 @@ def save(
         _agree(local, problem, folder)
         if _is_split(local):
             split.tidy(local, folder)
-            finding.forget(folder)
-        else:
-            split.forget(folder)
 
 
 def load(
@@ -105,37 +102,33 @@ def load(
     prsgd.errors.CheckpointError: ... holds no state that prsgd.save has written
     """
     optimizers, folder = _given(local, model, optimizer), Path(folder)
+    _check_others(others, model, optimizers)
     device = local.host.rows.device
     with torch.no_grad():
-        whole, cut = _newest(local, folder)
-        if max(whole, cut) < 0:
-            raise CheckpointError(f"{folder} holds no state that prsgd.save has written")
-        if cut > whole:
+        found, _ = find(folder, local.comm, device, loads=True)
+        whole = -1 if found is None or not found.is_all else found.round
+        whole, cut = (
+            max(gathered(json.dumps(whole).encode(), local.host.team.comm, split.CPU)),
+            split.newest(local, folder),
+        )
+        # The newest that all workers have, whatever they were; of two that are as new, the one of workers as these are.
+        if cut > whole or (cut == whole and _is_split(local)) or (found is None and cut == -1):
             split.load(local, optimizers, others, folder)
             return
+        if found is None:
+            raise CheckpointError(f"{folder} holds no state that prsgd.save has written")
         if _is_split(local):
             raise CheckpointError(
                 f"the states in {folder} are of workers that were one process with a whole model each, and these are "
                 f"not: load its {files.MODEL} into the model before it is sharded or wrapped, and begin anew in "
                 "another folder, or go on with whole models"
             )
-        found, _ = find(folder, local.comm, device)
-        assert found is not None, "some process has seen a state, and all of them know"
         resumable(folder, local, **_parts(model, optimizers), **others)._go_on(found, device)
 
 
 def _is_split(local: LocalSGD) -> bool:
     """Is a worker several processes, or its model cut into shards, be it into one?"""
     return local.host.team.size > 1 or local.host.team.has_shards
-
-
-def _newest(local: LocalSGD, folder: Path) -> tuple[int, int]:
-    """The round of the newest state of workers that were one process each, and of others, in any process's folder."""
-    mine = json.dumps([finding.newest(folder), split.newest(folder)]).encode()
-    said = gathered(mine, local.host.team.comm, torch.device("cpu"))
-    ours = json.dumps([max(each) for each in zip(*said)]).encode()
-    whole, cut = zip(*gathered(ours, local.comm, local.host.rows.device))
-    return max(whole), max(cut)
 
 
 def _given(
@@ -152,6 +145,15 @@ def _given(
 
 def _parts(model: nn.Module | Fleet, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     return {"model": model, **{f"optimizer{n or ''}": optimizer for n, optimizer in enumerate(optimizers)}}
+
+
+def _check_others(others: Mapping[str, Any], model: nn.Module | Fleet, optimizers: Sequence[Optimizer]) -> None:
+    taken = {"every", *_parts(model, optimizers)} & set(others)
+    if taken:
+        raise ValueError(
+            f"what is saved beside the model cannot be called {min(taken)!r}, which has another meaning here"
+        )
+    check_parts(others)
 
 
 def _name(local: LocalSGD) -> str:

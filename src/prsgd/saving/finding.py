@@ -85,20 +85,9 @@ def forget_strangers(folder: Path, *, before: int, num_workers: int) -> None:
             states_of(folder, worker).forget(round)
 
 
-def newest(folder: Path) -> int:
-    """The round of the newest state in ``folder``; -1: there is none."""
-    return max((round for round, _ in _all_in(folder)), default=-1)
-
-
 def split_states(folder: Path) -> set[Path]:
     """Where there are states of workers that were several processes (``split.py``)."""
     return {path.parent for path in folder.glob("worker-*/round-*/process-*.json")}
-
-
-def forget(folder: Path) -> None:
-    """Remove all states: newer ones are of workers that are several processes."""
-    for round, worker in _all_in(folder):
-        states_of(folder, worker).forget(round)
 
 
 def states_of(folder: Path, worker: int) -> States:
@@ -107,20 +96,22 @@ def states_of(folder: Path, worker: int) -> States:
     return States(folder, numbered="round", owner=owner, remedy=remedy, keep=KEEP)
 
 
-def find(folder: Path, comm: Communicator, device: torch.device) -> tuple[Found | None, str]:
+def find(folder: Path, comm: Communicator, device: torch.device, *, loads: bool = False) -> tuple[Found | None, str]:
     """The newest states that are there of all workers that a run had; if there are none, those of most of its workers.
 
     A collective, after which all have found the same; None: nothing was saved. What one cannot read ends all. Beside
-    it, how the run is called from now on.
+    it, how the run is called from now on. ``loads``: nothing is to be saved there, and there may be
+    states of workers that were several processes, which are none of these.
     """
     mine: dict[str, Any] = {"kept": [], "damaged": [], "hosted": [comm.workers.start, comm.workers.stop]}
     refusal: Exception | None = None
     try:
         if folder.exists() and not folder.is_dir():
             raise CheckpointError(f"states are kept in a folder, and {folder} is a file")
-        folder.mkdir(parents=True, exist_ok=True)
+        if not loads:
+            folder.mkdir(parents=True, exist_ok=True)
         mine["kept"], mine["damaged"] = _readable(folder)
-        if not mine["kept"] and split_states(folder):
+        if not (mine["kept"] or loads) and split_states(folder):
             raise CheckpointError(
                 f"the states in {folder} are of workers that were several processes each: go on from them by "
                 "prsgd.load, or begin anew in another folder"

@@ -16,7 +16,6 @@ import math
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from prsgd.core.local_sgd import LocalSGD
 from prsgd.core.resuming import check_optimizers, damage_named, kinds
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
-from prsgd.replicas.names import COMPILED
+from prsgd.replicas.names import COMPILED, load_state, plain, plainly
 from prsgd.replicas.rows import Rows, is_shard
 from prsgd.replicas.rows import local as here
 from prsgd.replicas.sharded import slice_of
@@ -42,21 +41,18 @@ from prsgd.saving.states import DamagedCheckpointError, Packed, States
 
 Tensors = dict[str, Tensor]
 """By name: what torch.distributed.checkpoint keeps."""
+CPU = torch.device("cpu")
 CUT = "cut"
 """Stands in an optimizer's state where a tensor was that is cut as its parameter is."""
 
 
-def newest(folder: Path) -> int:
-    """The round of the newest state in ``folder`` of a worker that was several processes; -1: there is none."""
-    return max((int(place.name.removeprefix("round-")) for place in split_states(folder)), default=-1)
-
-
-def forget(folder: Path) -> None:
-    """Remove all such states: newer ones are of workers that are one process each."""
-    for place in split_states(folder):
-        shutil.rmtree(place, ignore_errors=True)
-        with suppress(OSError):  # there is more in it
-            place.parent.rmdir()
+def newest(run: LocalSGD, folder: Path) -> int:
+    """The round of the newest state of all workers in ``folder``, as workers that were several processes; -1: there is
+    none, -2: not even a part of one. A collective of all processes."""
+    _, whole = _all_have(run, folder)
+    there = json.dumps(bool(split_states(folder))).encode()
+    anywhere = any(gathered(json.dumps(any(gathered(there, run.host.team.comm, CPU))).encode(), run.comm, _device(run)))
+    return max((state[0] for state in whole), default=-1 if anywhere else -2)
 
 
 def save(
@@ -148,8 +144,8 @@ def whole_tensors(model: nn.Module) -> Tensors:
 def _taken_apart(run: LocalSGD, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Any], Tensors]:
     """What each process keeps by itself, and what is cut."""
     model, state = _bare(run.host.modules[0]), run.state_dict()
-    named = dict(model.named_parameters())
-    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    named = plainly(model.named_parameters())
+    aliases = {plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors: Tensors = {f"model/{name}": p.detach() for name, p in named.items()}
     rows = []
     for path, container in _rows(state, run.host.rows):
@@ -166,7 +162,7 @@ def _taken_apart(run: LocalSGD, optimizers: Sequence[Optimizer]) -> tuple[dict[s
         saved.append({**kept, "state": own})
     return {
         "model": _kinds(named),
-        "others": {name: value for name, value in model.state_dict().items() if name not in aliases},
+        "others": {name: value for name, value in state_of(model).items() if name not in aliases},
         "optimizers": saved,
         "local": state,
         "rows": rows,
@@ -177,7 +173,7 @@ def _taken_apart(run: LocalSGD, optimizers: Sequence[Optimizer]) -> tuple[dict[s
 
 def _wanted(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, folder: Path) -> Tensors:
     """Room for all that is to be read, as it is cut here; a CheckpointError if it is of another model."""
-    named = dict(_bare(run.host.modules[0]).named_parameters())
+    named = plainly(_bare(run.host.modules[0]).named_parameters())
     theirs, ours = tree["model"], _kinds(named)
     for name in [*ours, *theirs]:
         if theirs.get(name) != ours.get(name):
@@ -207,7 +203,7 @@ def _wanted(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, folder: P
 def _put_together(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, tensors: Tensors) -> None:
     """Give everybody what was read."""
     model, state = _bare(run.host.modules[0]), tree["local"]
-    named = dict(model.named_parameters())
+    named = plainly(model.named_parameters())
     names = {id(p): name for name, p in named.items()}
     for path, dim in tree["rows"]:
         rows, start = _part(run.host.rows, path), 0
@@ -223,7 +219,7 @@ def _put_together(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, ten
     run.load_state_dict(state)  # which refuses what does not fit before anything has changed
     for name, p in named.items():
         here(p.detach()).copy_(here(tensors[f"model/{name}"]))
-    model.load_state_dict(tree["others"], strict=False)
+    load_state(model, tree["others"], strict=False)
     for o, (optimizer, saved) in enumerate(zip(optimizers, tree["optimizers"])):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         for index, values in saved["state"].items():
@@ -235,10 +231,27 @@ def _put_together(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, ten
 
 def _newest(run: LocalSGD, folder: Path) -> tuple[int, str, int]:
     """Round, name and number of processes of the newest state that is whole for all workers, as all of them see it."""
+    seen, whole = _all_have(run, folder)
+    for _, _, _, num_workers in seen:
+        if num_workers != run.comm.num_workers:
+            raise CheckpointError(
+                f"the states in {folder} are of {num_workers} workers that were several processes, and as many must go "
+                f"on: this run has {run.comm.num_workers}"
+            )
+    if not whole:
+        raise CheckpointError(f"{folder} holds no whole state of all {run.comm.num_workers} workers")
+    number, name, processes, _ = max(whole)
+    return number, name, processes
+
+
+def _all_have(run: LocalSGD, folder: Path) -> tuple[list[Any], list[Any]]:
+    """The states that are whole for some worker, and those that are for all: round, name, processes and workers."""
     worker = run.comm.workers.start
     mine = []
-    for place in folder.glob(f"worker-{worker}/round-*"):
+    for place in split_states(folder):
         number = int(place.name.removeprefix("round-"))
+        if place.parent.name != f"worker-{worker}" or not (place / "manifest-0.json").exists():
+            continue
         try:
             manifest = _states(folder, worker, 0).check(number)
             others = [_states(folder, worker, p).check(number) for p in range(1, int(manifest["processes"]))]
@@ -247,20 +260,14 @@ def _newest(run: LocalSGD, folder: Path) -> tuple[int, str, int]:
             continue
         if all(other["run"] == manifest["run"] for other in others):
             mine.append([number, manifest["run"], manifest["processes"], manifest["num_workers"]])
-    said = gathered(json.dumps(mine).encode(), run.host.team.comm, torch.device("cpu"))
+    said = gathered(json.dumps(mine).encode(), run.host.team.comm, CPU)
     known = [state for state in mine if all(state in one for one in said)]
-    said = gathered(json.dumps(known).encode(), run.comm, run.host.rows.device)
-    for _, _, _, num_workers in (state for one in said for state in one):
-        if num_workers != run.comm.num_workers:
-            raise CheckpointError(
-                f"the states in {folder} are of {num_workers} workers that were several processes, and as many must go "
-                f"on: this run has {run.comm.num_workers}"
-            )
-    whole = [state for state in known if all(state in one for one in said)]
-    if not whole:
-        raise CheckpointError(f"{folder} holds no whole state of all {run.comm.num_workers} workers")
-    number, name, processes, _ = max(whole)
-    return number, name, processes
+    said = gathered(json.dumps(known).encode(), run.comm, _device(run))
+    return [state for one in said for state in one], [state for state in known if all(state in one for one in said)]
+
+
+def _device(run: LocalSGD) -> torch.device:
+    return run.host.rows.device
 
 
 def _merged(trees: Sequence[Any], folder: Path, *, first: bool, size: int) -> Any:
@@ -330,7 +337,7 @@ def _room(rows: Rows) -> Tensor:
 def _cut(run: LocalSGD, path: Sequence[Any], row: Tensor) -> Tensors:
     """A row as tensors that lie as the parameters do."""
     label = "/".join(map(str, path))
-    names = {id(p): name for name, p in _bare(run.host.modules[0]).named_parameters()}
+    names = {id(p): name for name, p in plainly(_bare(run.host.modules[0]).named_parameters()).items()}
     tensors, start, flat = {}, 0, row.view(-1)
     for p in _part(run.host.rows, path).workers[0].values():
         shape = here(p).shape

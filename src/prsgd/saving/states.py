@@ -4,8 +4,8 @@
                   rank-0.json           everything else, with a name where a tensor was
                   manifest-0.json       SHA-256 of both; written last
 
-Each file is written under another name, flushed and renamed, so a file that is there is whole, and a state without a
-manifest was never finished.
+All files are written under other names, flushed, and then renamed, so a file that is there is whole, and a state
+without a manifest was never finished.
 """
 
 from __future__ import annotations
@@ -80,16 +80,23 @@ class States:
         files = dict(zip(self._names, packed.content()))
         sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
         manifest = {"format": FORMAT, self._numbered: number, **said, "sha256": sums}
+        contents = {**files, self._manifest: json.dumps(manifest, indent=2).encode()}
+        had, staged = (place / self._manifest).exists(), []
         try:
-            for name, content in files.items():
-                write(place / name, content)
-            write(place / self._manifest, json.dumps(manifest, indent=2).encode())
+            for name, content in contents.items():
+                staged.append((_staged(place / name, content), place / name))
         except OSError:
-            with suppress(OSError):
-                self._remove(place)  # where there is no space, a part of a state must not take it
+            with suppress(OSError):  # where there is no space, a part of a state must not take it
+                for partial, _ in staged:
+                    partial.unlink(missing_ok=True)
+                if not had:
+                    self._remove(place)
             raise
+        for partial, path in staged:
+            partial.replace(path)
         for old in self._places()[: -self._keep]:
-            self._remove(old)
+            if old != place:  # newer ones may be of another run
+                self._remove(old)
 
     def forget_all_but(self, numbers: Collection[int]) -> None:
         """Remove this owner's others: damaged, or newer than the one that a run continues from."""
@@ -191,16 +198,21 @@ def in_place(place: Path, pattern: str) -> list[Path]:
 
 def write(path: Path, content: bytes) -> None:
     """Put a file there whole, or not at all."""
+    _staged(path, content).replace(path)
+
+
+def _staged(path: Path, content: bytes) -> Path:
+    """The file whole under another name beside it, or nothing."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    return partial
 
 
 def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
