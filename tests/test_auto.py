@@ -282,6 +282,24 @@ def test_the_momentum_is_told_where_it_is_one_number(make: Any, momentum: float 
     assert [record.momentum for record in local.records] == [None, momentum]
 
 
+class ByGroup(torch.optim.Adam):
+    """Of Adam's kind, with the count of steps in the group, as some optimizers have it, and no largest one yet."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                self.state[p].setdefault("exp_avg_sq", torch.zeros_like(p)).addcmul_(p.grad, p.grad, value=0.001)
+                self.state[p].setdefault("max_exp_avg_sq", None)
+
+
+def test_noise_of_an_optimizer_of_adams_kind_that_counts_steps_elsewhere() -> None:
+    net = Numbers(1)
+    found = noise_of(net, [ByGroup(net.parameters(), lr=0.1, eps=1e-3)], [[FIRST], [SECOND]])
+    roots = [math.sqrt((a * a + b * b) / 2) + 1e-3 for a, b in zip(FIRST, SECOND)]
+    assert found[1] == pytest.approx(sum(((a - b) / r) ** 2 for a, b, r in zip(FIRST, SECOND, roots)) / 2, rel=1e-9)
+
+
 def test_noise_at_lr_0_is_unknown() -> None:
     net = Numbers(2)
     assert noise_of(net, [SGD(net.parameters(), lr=0.0)], [[FIRST, FIRST], [SECOND, SECOND]])[1] is None

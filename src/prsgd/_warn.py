@@ -17,7 +17,8 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """``warnings.warn``, with the place of the innermost call that is not of these packages; where all are, of the
     outermost.
 
-    A line of a loop warns once in the same words, as with ``warnings.warn``.
+    A line of a loop warns once in the same words, as with ``warnings.warn``. What a thread of ours notices has no line
+    of the user's.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in BETWEEN:

@@ -290,8 +290,10 @@ def _busy_seconds() -> float:
 
 
 def _free_port() -> int:
-    """On this machine; in a namespace of its own every port is free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """On this machine; in a namespace of its own every port is free. None of those that outgoing connections are given,
+    as it is listened at a while later."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise DropOutError("no port is free on this machine")

@@ -105,8 +105,8 @@ def main() -> None:
 
 
 def drained(local: prsgd.LocalSGD | None) -> float:
-    """Wait for an average that is under way, so that it does not travel in the others' turns; the steps that are left of
-    its round would have hidden it. Returns the seconds."""
+    """Wait for an average that is under way, so that it does not travel in the others' turns; the steps that are left
+    of its round would have hidden it. Returns the seconds."""
     began = time.perf_counter()
     if local is not None:
         _ = local.is_ending  # waits for what is under way, and lands nothing

@@ -191,7 +191,9 @@ def _markdown_of_climb(climb: Climb) -> str:
     head = f"{climb.model}, {climb.link}, {climb.ranks} ranks, to {100 * climb.target:g} %"
     lines = [f"| {head} | seconds | steps | best accuracy |", "|---|---|---|---|"]
     for name in climb.ranking():
-        seconds = ", ".join("never" if s is None else f"{s:.3g}" for s in climb.seconds(name))
+        seconds = ", ".join(
+            "never" if s is None else f"{s:.3g}" if s < 100 else f"{s:.0f}" for s in climb.seconds(name)
+        )
         steps = ", ".join(str(points[-1].steps) for points in climb.points[name])
         lines.append(f"| {name} | {seconds} | {steps} | {100 * climb.best(name):.1f} % |")
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from prsgd.comm import job
 
 GRACE_SECONDS = 5.0
 """How long processes may take to end once they were told to."""
-TOLD_TO_END = signal.SIGTERM, signal.SIGHUP
+TOLD_TO_END = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has one
 PR_SET_PDEATHSIG = 1
 """Of Linux' prctl: the signal that a process gets when the one that started it is gone."""
 

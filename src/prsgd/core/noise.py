@@ -128,7 +128,7 @@ class GradientNoise:
         optimizer, first = self._optimizers[o], float(self._optimizers[0].param_groups[0]["lr"])
         if not first:
             if any(float(group["lr"]) for own in self._optimizers for group in own.param_groups):
-                self._warn("the first parameter group's lr is 0, and others train: the schedule goes by the first's")
+                self._warn("as long as the first parameter group's lr is 0, and others train")
             return None
         terms: list[_Term] = []
         for places in self._places(i, o):
@@ -292,7 +292,7 @@ def _roots(
     """
     past, squares, olds, news = float(group["betas"][1]), [], [], []
     for gradient, state in zip(before, states):
-        steps = float(state.get("step", 0)) if "exp_avg_sq" in state else 0.0
+        steps = float(state.get("step", 0)) if state.get("exp_avg_sq") is not None else 0.0
         squares.append(local(state["exp_avg_sq"]).to(gradient.dtype) if steps else gradient.square())
         share = 1 - past ** (steps + 1)  # a mean that starts at 0 has so much of its weight
         olds.append(past / share if steps else 0.5)
@@ -300,7 +300,7 @@ def _roots(
     roots = list(torch._foreach_mul(squares, olds))
     torch._foreach_addcmul_(roots, now, now, news)
     for root, state in zip(roots, states):
-        if "max_exp_avg_sq" in state and (steps := float(state["step"])):
+        if state.get("max_exp_avg_sq") is not None and (steps := float(state.get("step", 0))):
             largest = local(state["max_exp_avg_sq"]).to(root.dtype) / (1 - past ** (steps + 1))
             torch.maximum(root, largest, out=root)
     torch._foreach_sqrt_(roots)

@@ -22,7 +22,7 @@ from prsgd.errors import MismatchError
 from prsgd.replicas.buffers import is_own
 from prsgd.replicas.fleet import Fleet
 from prsgd.replicas.host import Host, OwnModel, WholeFleet
-from prsgd.replicas.names import plain, plainly
+from prsgd.replicas.names import COMPILED, plain, plainly
 from prsgd.replicas.rows import is_shard, local
 from prsgd.replicas.sharded import REMEDY, ShardedModel, has_shards
 
@@ -93,7 +93,7 @@ def _check_wrappers(model: nn.Module, comm: Communicator) -> None:
                 raise ValueError(
                     f"model must not {f'have its {short!r}' if short else 'be'} in DistributedDataParallel, which "
                     f"sends every step's gradients to other workers (ranks {sorted(others)}): "
-                    f"{remedy if short == name else 'compile the module without it, and pass that'}"
+                    f"{'compile the module without it, and pass that' if COMPILED in name.split('.') else remedy}"
                 )
 
 
