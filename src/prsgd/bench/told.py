@@ -234,8 +234,12 @@ def draw_climbs(climbs: Sequence[Climb]) -> Drawing:
     from matplotlib.figure import Figure as Drawing
 
     names = list(dict.fromkeys(name for climb in climbs for name in climb.points))
-    drawing = Drawing(figsize=(0.9 + 3.0 * len(climbs), 3.2), layout="constrained")
-    panels = drawing.subplots(1, len(climbs), squeeze=False)[0]
+    columns = min(len(climbs), 2)
+    rows = -(-len(climbs) // columns)
+    drawing = Drawing(figsize=(0.9 + 3.0 * columns, 0.7 + 2.5 * rows), layout="constrained")
+    panels = list(drawing.subplots(rows, columns, squeeze=False).flat)
+    for axes in panels[len(climbs) :]:
+        axes.remove()
     for axes, climb in zip(panels, climbs):
         for name, seeds in climb.points.items():
             style = names.index(name)
@@ -251,7 +255,7 @@ def draw_climbs(climbs: Sequence[Climb]) -> Drawing:
         axes.set_xscale("log")
         axes.set_title(f"{climb.model}, {climb.link}, {climb.ranks} ranks")
         axes.set_xlabel("seconds of training")
-    panels[0].set_ylabel("test accuracy (%)")
-    lines = {line.get_label(): line for axes in panels for line in axes.get_lines()}
+        axes.set_ylabel("test accuracy (%)")
+    lines = {line.get_label(): line for axes in panels[: len(climbs)] for line in axes.get_lines()}
     drawing.legend([lines[name] for name in names], names, loc="outside lower center", ncols=4)
     return drawing

@@ -33,7 +33,7 @@ class Journal:
         if self._failed:
             return
         try:
-            line = json.dumps(asdict(record)).encode() + b"\n"
+            line = json.dumps(vars(record), default=asdict).encode() + b"\n"  # asdict() of all takes four times as long
             if self._file.write(line) < len(line):  # there was room for a part of it
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
