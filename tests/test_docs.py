@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from contextlib import ExitStack
 from importlib import import_module
 from importlib.util import find_spec
@@ -82,6 +83,8 @@ def test_a_block_of_python_runs(code: str, processes: int, tmp_path: Path) -> No
     path = tmp_path / "page.py"
     path.write_text(code)
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+    # A page that uses torch alone would look up this machine's name, which may take minutes where nobody answers.
+    job["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     with ExitStack() as running:
         programs = []
         for rank in range(processes):
