@@ -21,6 +21,7 @@ from prsgd.report.figures import save
 from prsgd.report.figures.style import COLOURS, DASHES
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
 
 PACKAGES = ("torch", "accelerate", "torchft-nightly", "numpy")
@@ -199,8 +200,18 @@ def _markdown_of_climb(climb: Climb) -> str:
     return "\n".join(lines)
 
 
-PANELS = 3
-"""Races side by side; more go below."""
+def _grid(number: int, side_by_side: int) -> tuple[int, int]:
+    """Rows and columns for so many panels: what does not fit beside the others goes below."""
+    columns = min(number, side_by_side)
+    return -(-number // columns), columns
+
+
+def _panels(drawing: Drawing, number: int, grid: tuple[int, int], *, sharey: bool = False) -> list[Axes]:
+    """The first so many of the grid; the others are left empty."""
+    axes = list(drawing.subplots(*grid, sharey=sharey, squeeze=False).flat)
+    for unused in axes[number:]:
+        unused.remove()
+    return axes[:number]
 
 
 def draw(races: Sequence[Race]) -> Drawing:
@@ -208,12 +219,9 @@ def draw(races: Sequence[Race]) -> Drawing:
     from matplotlib.figure import Figure as Drawing
 
     names = [n for n in reversed(CONTESTANTS) if n != NONE and any(n in race.laps for race in races)]
-    columns = min(len(races), PANELS)
-    rows = -(-len(races) // columns)
+    rows, columns = _grid(len(races), 3)
     drawing = Drawing(figsize=(0.9 + 1.9 * columns, rows * (0.7 + 0.2 * len(names))), layout="constrained")
-    panels = list(drawing.subplots(rows, columns, sharey=True, squeeze=False).flat)
-    for axes in panels[len(races) :]:
-        axes.remove()
+    panels = _panels(drawing, len(races), (rows, columns), sharey=True)
     for axes, race in zip(panels, races):
         shares = [race.share(name) if name in race.laps else 0.0 for name in names]
         colours = ["0.75" if name in MEASURES else COLOURS[0] if is_ours(name) else COLOURS[6] for name in names]
@@ -234,12 +242,9 @@ def draw_climbs(climbs: Sequence[Climb]) -> Drawing:
     from matplotlib.figure import Figure as Drawing
 
     names = list(dict.fromkeys(name for climb in climbs for name in climb.points))
-    columns = min(len(climbs), 2)
-    rows = -(-len(climbs) // columns)
+    rows, columns = _grid(len(climbs), 2)
     drawing = Drawing(figsize=(0.9 + 3.0 * columns, 0.7 + 2.5 * rows), layout="constrained")
-    panels = list(drawing.subplots(rows, columns, squeeze=False).flat)
-    for axes in panels[len(climbs) :]:
-        axes.remove()
+    panels = _panels(drawing, len(climbs), (rows, columns))
     for axes, climb in zip(panels, climbs):
         for name, seeds in climb.points.items():
             style = names.index(name)
@@ -256,6 +261,6 @@ def draw_climbs(climbs: Sequence[Climb]) -> Drawing:
         axes.set_title(f"{climb.model}, {climb.link}, {climb.ranks} ranks")
         axes.set_xlabel("seconds of training")
         axes.set_ylabel("test accuracy (%)")
-    lines = {line.get_label(): line for axes in panels[: len(climbs)] for line in axes.get_lines()}
+    lines = {line.get_label(): line for axes in panels for line in axes.get_lines()}
     drawing.legend([lines[name] for name in names], names, loc="outside lower center", ncols=4)
     return drawing

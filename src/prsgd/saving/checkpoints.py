@@ -178,7 +178,7 @@ def _write_model(local: LocalSGD, averaged: nn.Module, folder: Path) -> None:
 def _agree(local: LocalSGD, problem: Exception | None, folder: Path) -> None:
     """All have written theirs, or all get an error."""
     mine = json.dumps(None if problem is None else f"{type(problem).__name__}: {problem}").encode()
-    said = gathered(mine, local.host.team.comm, torch.device("cpu"))
+    said = gathered(mine, local.host.team.comm, split.CPU)
     first = next((line for line in said if line is not None), None)
     said = gathered(json.dumps(first).encode(), local.comm, local.host.rows.device)
     for worker, line in enumerate(said):
