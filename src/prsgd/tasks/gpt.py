@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 
+Attention = Callable[..., Tensor]
+"""What ``functional.scaled_dot_product_attention`` can be called like."""
+
+
 class Block(nn.Module):
     """Attention to what came before, then two layers for each place."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, attention: Attention) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.attention = heads, attention
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attend, self.attended = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -26,7 +32,7 @@ class Block(nn.Module):
         batch, length, width = x.shape
         parts = self.attend(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        seen = self.attention(query, key, value, is_causal=True)
         found: Tensor = self.attended(seen.transpose(1, 2).reshape(batch, length, width))
         return found
 
@@ -38,14 +44,23 @@ class GPT(nn.Module):
     10795008
     """
 
-    def __init__(self, *, layers: int, width: int, heads: int, context: int, tokens: int = 256) -> None:
+    def __init__(
+        self,
+        *,
+        layers: int,
+        width: int,
+        heads: int,
+        context: int,
+        tokens: int = 256,
+        attention: Attention = functional.scaled_dot_product_attention,
+    ) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"width must be a multiple of heads, got {width} and {heads}")
         self.context = context
         self.tokens = nn.Embedding(tokens, width)
         self.places = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, heads, attention) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         for p in self.parameters():
             if p.dim() > 1:

@@ -196,6 +196,8 @@ def try_out(task: Task, *, model: str, batch_size: int) -> None:
                 if not isinstance(changed, Tensor) or len(changed) != len(x):
                     raise ValueError(f"it must give {len(x)} samples for {len(x)}, got {_kind(changed)}")
                 x = changed
+        with _named("prepare", x):
+            x = task.prepare(x)
         with _named(f"model {model}"):
             net = task.models[model]()
             if not isinstance(net, nn.Module) or not any(p.requires_grad for p in net.parameters()):
@@ -210,6 +212,7 @@ def try_out(task: Task, *, model: str, batch_size: int) -> None:
         with torch.no_grad():
             for part, all_x, all_y in (("train", data.train_x, data.train_y), ("test", data.test_x, data.test_y)):
                 x, y = _telling(all_x, all_y, batch_size)
+                x = task.prepare(x)
                 with _named(f"model {model} on {part}", x):
                     out = net(x)
                 with _named(f"loss on {part}", y):
