@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from rows import Row, put, read
+
 from prsgd import files
 from prsgd.report.figures.style import COLOURS, DASHES, MARKERS, STYLE
 
@@ -29,8 +31,6 @@ SUMMARY = (
 POINT = 1.0
 """Of test accuracy, in per cent: a period that loses no more is called harmless."""
 
-Row = dict[str, Any]
-
 
 def _of(summary: Row, name: str) -> Any:
     """A summary calls its scores by no metric's name."""
@@ -38,18 +38,13 @@ def _of(summary: Row, name: str) -> Any:
 
 
 def add(folders: Iterable[Path], place: Path) -> int:
-    """Put the finished runs among ``folders`` into the file, in the place of those that were there under the same name;
-    returns how many changed something."""
-    before: list[Row] = json.loads(place.read_text()) if place.exists() else []
-    rows = {_identity(row): row for row in before}
-    for folder in folders:
-        if (folder / files.SUMMARY).exists():
-            config, summary = (json.loads((folder / name).read_text()) for name in (files.CONFIG, files.SUMMARY))
-            row = {name: config[name] for name in CONFIG} | {name: _of(summary, name) for name in SUMMARY}
-            rows[_identity(row)] = row
-    ordered = sorted(rows.values(), key=lambda row: [str(part).rjust(20) for part in _identity(row)])
-    place.write_text("[\n" + ",\n".join("  " + json.dumps(row) for row in ordered) + "\n]\n")
-    return sum(row not in before for row in ordered)
+    """Put the finished runs among ``folders`` into the file; returns how many changed something."""
+    return put((_row(folder) for folder in folders if (folder / files.SUMMARY).exists()), place, _identity)
+
+
+def _row(folder: Path) -> Row:
+    config, summary = (json.loads((folder / name).read_text()) for name in (files.CONFIG, files.SUMMARY))
+    return {name: config[name] for name in CONFIG} | {name: _of(summary, name) for name in SUMMARY}
 
 
 def _identity(row: Row) -> tuple[Any, ...]:
@@ -161,9 +156,7 @@ def main() -> None:
     if args.command == "add":
         print(add(args.runs, args.file), "runs are new or changed")
         return
-    rows = [
-        row for row in json.loads(args.file.read_text()) if (row["model"], row["split"]) == (args.model, args.split)
-    ]
+    rows = [row for row in read(args.file) if (row["model"], row["split"]) == (args.model, args.split)]
     draw(rows, args.file.with_suffix(".png"))
     print(table(rows))
 

@@ -284,6 +284,18 @@ def test_labels_may_be_booleans(tmp_path: Path) -> None:
     assert train(tmp_path / "run", write(tmp_path, text))["rounds"] == 1
 
 
+def test_what_prepares_a_batch_prepares_the_first_one_too(tmp_path: Path) -> None:
+    """A task made by replacing parts of one that the package has, whose samples are bytes until they are prepared."""
+    text = f"""import dataclasses
+{GOOD.replace("task =", "floats =")}
+data = floats.load()
+whole = dataclasses.replace(data, train_x=(9 * data.train_x).char(), test_x=(9 * data.test_x).char())
+task = dataclasses.replace(floats, load=lambda: whole, prepare=lambda x: x / 9)
+del floats
+"""
+    assert train(tmp_path / "run", write(tmp_path, text))["rounds"] == 1
+
+
 def test_models_whose_layers_share_weights_are_saved(tmp_path: Path) -> None:
     text = """class Tied(nn.Module):
     def __init__(self):
