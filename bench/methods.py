@@ -90,33 +90,33 @@ def grouped(rows: Sequence[Row]) -> Grouped:
     return found
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A line for each label: means over the seeds; shares are of the mini-batch runs of the same seeds."""
-    lines = [
-        "| method | score | against mini-batch | seeds | MB sent | share | MB at once, most | rounds | s on lan-1g "
-        "| s on wan |",
-        "|---" * 10 + "|",
-    ]
+def table(rows: Sequence[Row], digits: int) -> str:
+    """A line for each label: means over the seeds; what stands beside mini-batch training is of the same seeds."""
+    heads = (
+        "method", "at the end", "against mini-batch", "seeds", "MB sent", "share", "most MB at once", "rounds",
+        *(f"s on {name}" for name in CLUSTERS),
+    )  # fmt: skip
     baseline = {row["seed"]: row for row in rows if row["label"] == BASELINE}
+    lines = [
+        heads,
+        ["---"] * len(heads),
+        *([name, *_cells(of, baseline, digits)] for name, of in grouped(rows).items()),
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
-    def mean(found: Sequence[Row], of: Callable[[Row], float]) -> float:
-        return fmean(of(row) for row in found)
 
-    for name, found in grouped(rows).items():
-        scores = [row["score"] for row in found]
-        spread = f" ± {stdev(scores):.4f}" if len(scores) > 1 else ""
-        pairs = [(row, baseline[row["seed"]]) for row in found if row["seed"] in baseline]
-        above = f"{100 * (fmean(a['score'] / b['score'] for a, b in pairs) - 1):+.1f} %" if pairs else ""
-        share = f"1/{1 / fmean(a['bytes_sent'] / b['bytes_sent'] for a, b in pairs):,.0f}" if pairs else ""
-        cells = [
-            name, f"{fmean(scores):.4f}{spread}", above, str(len(found)),
-            f"{mean(found, lambda row: row['bytes_sent']) / 1e6:,.3g}", share,
-            f"{mean(found, lambda row: row['most_bytes_at_once']) / 1e6:.3g}",
-            f"{mean(found, lambda row: row['rounds']):,.0f}",
-            *(f"{mean(found, lambda row, on=on: row['seconds'][on]):,.0f}" for on in CLUSTERS),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def _cells(found: Sequence[Row], baseline: dict[int, Row], digits: int) -> list[str]:
+    scores = [row["score"] for row in found]
+    spread = f" ± {stdev(scores):.{digits}f}" if len(scores) > 1 else ""
+    pairs = [(row, baseline[row["seed"]]) for row in found if row["seed"] in baseline]
+    above = f"{100 * (fmean(a['score'] / b['score'] for a, b in pairs) - 1):+.1f} %" if pairs else ""
+    share = f"1/{1 / fmean(a['bytes_sent'] / b['bytes_sent'] for a, b in pairs):,.3g}" if pairs else ""
+    sent, most = (fmean(row[name] for row in found) / 1e6 for name in ("bytes_sent", "most_bytes_at_once"))
+    return [
+        f"{fmean(scores):.{digits}f}{spread}", above, str(len(found)), f"{sent:,.4g}", share, f"{most:.3g}",
+        f"{fmean(row['rounds'] for row in found):,.0f}",
+        *(f"{fmean(row['seconds'][name] for row in found):,.0f}" for name in CLUSTERS),
+    ]  # fmt: skip
 
 
 def draw(rows: Sequence[Row], place: Path, words: str) -> None:
@@ -183,7 +183,7 @@ def main() -> None:
     rows = [row for row in read_rows(place) if (row["model"], row["split"]) == (args.model, args.split)]
     rows = [row for row in rows if not args.only or row["label"] in args.only]
     if args.command == "table":
-        print(table(rows))
+        print(table(rows, 3 if args.page == "text" else 1))
     else:
         words = "bits per byte, held out" if args.page == "text" else "test accuracy (%)"
         draw(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-
 Attention = Callable[..., Tensor]
 """What ``functional.scaled_dot_product_attention`` can be called like."""
 
