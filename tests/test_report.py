@@ -204,6 +204,19 @@ def test_runs_that_differ_in_more_are_not_averaged(tmp_path: Path) -> None:
     assert [one.name for one in grouped(tmp_path)] == ["period 1, lr 0.1", "period 1, lr 0.2"]
 
 
+def test_what_a_method_has_no_use_for_sets_no_runs_apart(tmp_path: Path) -> None:
+    """Growing rounds set the lr themselves, and only diloco has an outer lr."""
+    make_run(tmp_path / "a", method="pr-sgd-growing", period=None, recipe=None, warmup=None)
+    make_run(tmp_path / "b", method="minibatch-sgd", period=None, recipe="drops", warmup=0.0)
+    make_run(tmp_path / "c", method="diloco", recipe="drops", warmup=0.0, outer_lr=0.5)
+    assert [one.name for one in grouped(tmp_path)] == ["minibatch-sgd", "pr-sgd-growing", "diloco period 1"]
+    make_run(tmp_path / "d", method="diloco", recipe="drops", warmup=0.0, outer_lr=0.7, seed=0)
+    assert [one.name for one in grouped(tmp_path)][2:] == [
+        "diloco period 1, outer lr 0.5",
+        "diloco period 1, outer lr 0.7",
+    ]
+
+
 def test_one_run_is_not_counted_twice(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     make_run(tmp_path / "b")

@@ -158,9 +158,15 @@ def _apart(keys: Sequence[str], values: Sequence[object]) -> str:
 
 
 def differing(runs: Iterable[Run]) -> list[str]:
-    """What sets these runs apart beside method, period, overlap and seed."""
+    """What sets these runs apart beside method, period, overlap and seed. An option that a method has no use for is
+    no difference from those that have it."""
     found = list(runs)
-    return [key for key in _TELLING if len({run.config.get(key) for run in found}) > 1]
+    return [key for key in _TELLING if len({run.config.get(key) for run in found if _takes(run, key)}) > 1]
+
+
+def _takes(run: Run, key: str) -> bool:
+    method = METHODS.get(run.config["method"])
+    return method is None or method.takes(key)
 
 
 def order(run: Run) -> tuple[int, str, int, float, int]:
