@@ -34,6 +34,8 @@ CONFIG = (
     "seed",
 )  # fmt: skip
 BASELINE = "minibatch-sgd"
+TASK_LR = {"adamw": 0.001, "sgd": 0.1}
+"""What is not worth a word."""
 CONTEXT = 128
 """Tokens in a sample of the text task."""
 
@@ -61,7 +63,8 @@ def label(run: Run) -> str:
     """As the report has it, and the outer optimizer's numbers where they were given."""
     given = [f"{word} {run.config[name]:g}" for word, name in (("lr", "outer_lr"), ("momentum", "outer_momentum"))
              if run.config[name] is not None]  # fmt: skip
-    return run.label + (f", outer {', '.join(given)}" if given else "")
+    inner = "" if run.config["lr"] == TASK_LR[run.config["optimizer"]] else f", lr {run.config['lr']:g}"
+    return run.label + inner + (f", outer {', '.join(given)}" if given else "")
 
 
 def _point(run: Run, step: int, score: float) -> Row:
