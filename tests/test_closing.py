@@ -178,6 +178,43 @@ def test_the_interpreter_ends_while_something_is_added_up(tmp_path: Path) -> Non
             assert (said, rank.poll()) == ("leaves\n", 0), errors
 
 
+ASKS = """
+import fcntl
+import os
+import sys
+import time
+
+import torch.distributed as dist
+
+from prsgd.comm.absence import Absence
+
+
+class Lingers:
+    def __del__(self):
+        time.sleep(2)
+
+
+store = dist.FileStore("store", 2)
+held = open("store")
+fcntl.flock(held, fcntl.LOCK_EX)
+if os.fork() == 0:  # it holds the lock, without which the store does not answer
+    time.sleep(0.5)
+    os._exit(0)
+held.close()
+Absence(store, 0, 2).tell(1)
+sys.lingers = Lingers()  # the interpreter takes longer than the store to end
+print("leaves", flush=True)
+"""
+
+
+def test_the_interpreter_ends_while_the_store_is_told_of_a_wait(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(ASKS)
+    with Program(script, str(path), cwd=tmp_path, to_the_end=True) as program:
+        said, errors = program.communicate(timeout=60)
+        assert (said, program.poll()) == ("leaves\n", 0), errors
+
+
 TRAINS = """
 import torch
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -40,8 +43,25 @@ class Absence:
         return f"waits/{process}"
 
 
+_asking: list[threading.Thread] = []
+"""Those that may still be inside the store."""
+
+
+@functools.cache
+def _end_with_the_interpreter() -> None:
+    atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    """Before the interpreter goes: a thread that comes back to it from the store later aborts the process."""
+    until = time.monotonic() + ANSWER_SECONDS
+    for thread in _asking:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
 def _beside(call: Callable[[], T]) -> Callable[[float], T | None]:
     """Do it in a thread, which may hang without harm; what is returned waits so many seconds for the result."""
+    _end_with_the_interpreter()
     found: list[T] = []
 
     def run() -> None:
@@ -52,6 +72,7 @@ def _beside(call: Callable[[], T]) -> Callable[[float], T | None]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
+    _asking[:] = [*(t for t in _asking if t.is_alive()), thread]
 
     def result(seconds: float) -> T | None:
         thread.join(seconds)
