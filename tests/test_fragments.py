@@ -397,6 +397,7 @@ def test_a_state_of_other_fragments_is_refused() -> None:
             "fragments: '1.*' matches no parameter that trains (they are called '0.weight'",
         ),
         ({"fragments": ["0.*", "*"]}, "fragments: parameter '0.weight' is matched by '0.*' and by '*'"),
+        ({"fragments": ["*", "*"]}, "fragments: parameter '0.weight' is matched by '*' and by '*'"),
         ({"fragments": ["0.*"]}, "fragments leave out parameter '2.weight' and 1 more: every one that trains must be"),
         (
             {"fragments": 2, "overlap": 3},

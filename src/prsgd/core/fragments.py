@@ -123,8 +123,9 @@ def _by_patterns(
                     f"fragments: {pattern!r} matches no parameter that trains (they are called {first}, ...)"
                 )
             for name in matches:
-                if taken.setdefault(name, pattern) != pattern:
+                if name in taken:
                     raise ValueError(f"fragments: parameter {name!r} is matched by {taken[name]!r} and by {pattern!r}")
+                taken[name] = pattern
             own += matches
         if not own:
             raise ValueError("fragments: a list of patterns is empty")
