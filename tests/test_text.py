@@ -255,6 +255,7 @@ def test_a_file_that_has_changed_refuses_to_go_on(
         (["--task", "digits", "--data", "mine.txt"], "task digits takes no data of your own, got 'mine.txt'"),
         (["--task", "text", "--data", "mine.txt", "--workers", "200"], "workers must be at most the 140 samples"),
         (["--task", "text", "--data", "mine.txt", "--batch-size", "99"], "batch_size must be at most 17 for 140"),
+        (["--task", "text", "--data", "mine.txt", "--fragments", "99"], "number of layers that train, 15, got 99"),
         (["--task", "text", "--data", "mine.txt", "--look", "0"], "look must be a whole number >= 1, got 0"),
         (["--task", "text", "--data", "mine.txt", "--model", "large"], "one of 'tiny', 'small', 'medium'"),
         (["--task", "text", "--data", "mine.txt", "--split", "eras"], "did you mean 'era'?"),

@@ -9,10 +9,12 @@ from prsgd import tasks
 from prsgd._check import shown, whole_number
 from prsgd._warn import warn
 from prsgd.comm import job
+from prsgd.core.fragments import dealt
 from prsgd.data import splits
 from prsgd.lab import feed, methods
 from prsgd.lab.checkpoint import Checkpoints, newest_common
 from prsgd.lab.config import MOST, Config
+from prsgd.replicas.rows import trainable
 from prsgd.tasks.own import try_out
 
 MOST_PROCESSES = 1024
@@ -32,6 +34,10 @@ def check(config: Config) -> None:
     config.parts(feed.num_steps(config, shards))  # what does not fit into the run is refused by its part
     if config.task_sha256 is not None:
         _try_out(config)
+    if config.fragments is not None:
+        assert config.model is not None
+        model = tasks.find(config.task, config.task_sha256).models[config.model]()
+        dealt(trainable(model), config.fragments)  # which refuses more of them than there are layers
 
 
 def _try_out(config: Config) -> None:
