@@ -272,7 +272,7 @@ def test_a_folder_of_another_model(tmp_path: Path) -> None:
     ):
         pass
     local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2))
-    said = "the state of 'model' in .* does not fit: Error"
+    said = "the state of 'model' in .* does not fit: it has no 'weight' and 1 more, and this one has no "
     with (
         pytest.raises(prsgd.CheckpointError, match=said),
         prsgd.resumable(tmp_path, local, model=model, optimizer=optimizer, scheduler={}, noted={}),

@@ -231,6 +231,32 @@ def test_fleets_and_others(mesh: DeviceMesh, tmp_path: Path) -> None:
         prsgd.load(local, fleet, optimizer, tmp_path / "shards")
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (
+            prsgd.Fleet(nn.Linear(3, 2), 1),
+            nn.Linear(3, 2),
+            "it has no 'weight' and 1 more, and this one has no 'mode' and 5 more",
+        ),
+        (nn.Linear(3, 2), prsgd.Fleet(nn.Linear(3, 2), 1), "it has no 'workers'"),
+        (nn.Linear(3, 2), nn.Linear(3, 5), "'weight' is [2, 3], in this run it is [5, 3]"),
+        (nn.Linear(3, 2, bias=False), nn.Linear(3, 2), "it has no 'bias'"),
+        (nn.Linear(3, 2), nn.Linear(3, 2, bias=False), "this one has no 'bias'"),
+    ],
+)
+def test_the_state_of_another_model_is_told_in_a_line(before: Any, now: Any, said: str, tmp_path: Path) -> None:
+    """Of one that is large torch lists hundreds of tensors."""
+    saved(tmp_path, new(model=before), steps=0)
+    model, optimizer, local = new(model=now)
+    with pytest.raises(prsgd.CheckpointError) as caught:
+        prsgd.load(local, model, optimizer, tmp_path)
+    assert str(caught.value) == (
+        f"the state of 'model' in {tmp_path} does not fit: {said}; go on with the same one, or begin anew in another "
+        "folder"
+    )
+
+
 def test_nothing_to_go_on_from(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     nothing = r"holds no state that prsgd\.save has written"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from prsgd.errors import CheckpointError
@@ -54,5 +54,27 @@ def load_parts(
             else:
                 part.load_state_dict(states[name])
         except (KeyError, ValueError, RuntimeError, TypeError, IndexError) as error:
-            line = " ".join(str(error).split())
-            raise CheckpointError(f"the state of {name!r} in {folder} does not fit: {line}") from None
+            raise CheckpointError(
+                f"the state of {name!r} in {folder} does not fit: {_why(part, states[name], error)}; go on with "
+                "the same one, or begin anew in another folder"
+            ) from None
+
+
+def _why(part: Any, state: Mapping[str, Any], error: Exception) -> str:
+    """In a line: torch lists every tensor of a model."""
+    if isinstance(part, nn.Module):
+        own = names.state_of(part)
+        missing, strange = ([name for name in one if name not in other] for one, other in ((own, state), (state, own)))
+        if missing or strange:
+            both = (("it", missing), ("this one", strange))
+            return ", and ".join(f"{whose} has no {_listed(found)}" for whose, found in both if found)
+        for name, value in own.items():
+            theirs = state[name]
+            if isinstance(value, Tensor) and isinstance(theirs, Tensor) and theirs.shape != value.shape:
+                return f"{name!r} is {list(theirs.shape)}, in this run it is {list(value.shape)}"
+    line = " ".join(str(error).split())
+    return f"it has no {line}" if isinstance(error, KeyError) else line
+
+
+def _listed(found: list[str]) -> str:
+    return f"{found[0]!r}{f' and {len(found) - 1} more' if len(found) > 1 else ''}"
