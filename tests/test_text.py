@@ -18,6 +18,7 @@ from torch import Tensor
 import prsgd
 from prsgd import tasks
 from prsgd.cli import main
+from prsgd.core.fragments import dealt
 from prsgd.data import datasets
 from prsgd.data.shards import Shards
 from prsgd.data.splits import parse
@@ -63,6 +64,15 @@ def test_the_models_have_the_stated_sizes_with_tied_weights_counted_once() -> No
         assert model.context == text.CONTEXT
     fleet = prsgd.Fleet(models["tiny"](), 2)  # what travels is a row
     assert fleet.rows.shape == (2, SIZES["tiny"])
+
+
+@pytest.mark.parametrize(("name", "share"), [("tiny", 0.258), ("small", 0.262), ("medium", 0.255)])
+def test_of_four_fragments_the_largest_has_about_a_quarter(name: str, share: float) -> None:
+    """As docs/transformers.md says. Of `small` the large layers have 4, 4, 3 and 1 times as many numbers, in each of 4
+    blocks, and the embeddings 1 and a half: 49.5 together, so that one of 4 fragments has 13 or more."""
+    named = dict(tasks.find("text").models[name]().named_parameters())
+    largest = max(sum(named[each].numel() for each in names) for names in dealt(named, 4))
+    assert round(largest / SIZES[name], 3) == share
 
 
 def test_a_later_byte_changes_no_earlier_logit() -> None:
