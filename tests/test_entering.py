@@ -144,7 +144,8 @@ def test_sharded_models() -> None:
             "is not: call fully_shard on the whole model too, or freeze it with requires_grad_(False)"
         )
         assert said["frozen"] == (
-            "model must have a parameter that trains and is sharded, in Sequential only frozen ones are"
+            "model must have a parameter that trains and is sharded, in Sequential only frozen ones are: call "
+            "fully_shard on the whole model too"
         )
         assert said["two dimensions"].startswith(
             "a worker's model must be sharded over one dimension of a mesh, parameter '0.weight' lies as (Replicate(), "

@@ -143,6 +143,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {"schedule": prsgd.every(3)}),
     ("adamw", {"schedule": prsgd.every(3)}),
     ("sgd", {"schedule": prsgd.every(3), "overlap": 1}),
+    ("adamw", {"schedule": prsgd.every(3), "overlap": 1}),
     ("adamw", {"schedule": prsgd.every(2), "overlap": 1, "optimizer_state": "average"}),
     ("adamw", {"schedule": prsgd.every(3), "optimizer_state": "reset", "overlap": 2}),
     ("momentum", {"schedule": prsgd.growing(lr_scale=0.05), "optimizer_state": "average"}),
@@ -309,10 +310,10 @@ def refused(rank: int) -> dict[str, str]:
         def launch(self, memory: Any, comm: Any, snap: Tensor, header: prsgd.Header) -> prsgd.Work[prsgd.Landing]:
             raise NotImplementedError
 
-    def said(**options: Any) -> str:
+    def said(model: nn.Module = net, optimizer: Any = None, **options: Any) -> str:
         given = {"schedule": prsgd.every(2), "comm": prsgd.TorchDistributed(column), **options}
         try:
-            prsgd.LocalSGD(net, optimizer_of("sgd", net.parameters()), **given)
+            prsgd.LocalSGD(model, optimizer or optimizer_of("sgd", model.parameters()), **given)
         except ValueError as error:
             return str(error)
         return "accepted"
@@ -325,6 +326,12 @@ def refused(rank: int) -> dict[str, str]:
         "own": said(averaging=own()),
         "all": said(comm=None),
     }
+    optimizer = optimizer_of("sgd", (before := uneven()).parameters())
+    fully_shard(before, mesh=mesh["dp_shard"])
+    found["before"] = said(before, optimizer)
+    fully_shard((crosswise := uneven())[2], mesh=mesh["dp_replicate"])
+    fully_shard(crosswise, mesh=mesh["dp_shard"])
+    found["crosswise"] = said(crosswise)
     optimizer = optimizer_of("sgd", net.parameters())
     try:
         prsgd.LocalSGD(net, optimizer, schedule=prsgd.every(2), comm=crossed, timeout_seconds=30).start()
@@ -347,6 +354,11 @@ def test_what_cannot_be_is_told_in_a_line() -> None:
         )
         assert said["all"].startswith(
             f"comm must be over one process of each worker, its ranks [0, 1, 2, 3] are more, since {pair} are one"
+        )
+        assert "model.parameters() (fleet.parameters()), after fully_shard(model) if it is called, or" in said["before"]
+        assert said["crosswise"] == (
+            "parameters must be sharded over one mesh, '0.weight' and '2.weight' are over two: use fully_shard(model, "
+            "mesh=mesh['dp_shard']) of a mesh with the dimensions ('dp_replicate', 'dp_shard') for both"
         )
         one, other = (1, 0) if rank in (0, 3) else (0, 1)
         assert said["crossed"] == (

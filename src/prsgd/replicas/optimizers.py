@@ -52,7 +52,8 @@ def owners(optimizers: Sequence[Optimizer], workers: Sequence[Mapping[str, Param
             if id(p) not in everything:
                 raise ValueError(
                     f"optimizer must own the model's parameters, {name!r} is in none: make the optimizer from "
-                    "model.parameters() (fleet.parameters()), or freeze the parameter with requires_grad_(False)"
+                    "model.parameters() (fleet.parameters()), after fully_shard(model) if it is called, or freeze the "
+                    "parameter with requires_grad_(False)"
                 )
     for params in owned.values():
         if any(id(p) not in home for p in params):

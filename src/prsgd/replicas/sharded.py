@@ -88,7 +88,8 @@ def _group_of(model: nn.Module, named: dict[str, nn.Parameter]) -> dist.ProcessG
     first = next((name for name, p in named.items() if is_shard(p)), None)
     if first is None:
         raise ValueError(
-            f"model must have a parameter that trains and is sharded, in {type(model).__name__} only frozen ones are"
+            f"model must have a parameter that trains and is sharded, in {type(model).__name__} only frozen ones are: "
+            "call fully_shard on the whole model too"
         )
     mesh: Any = named[first].device_mesh  # type: ignore[attr-defined]  # of a DTensor
     for name, p in named.items():
@@ -99,7 +100,9 @@ def _group_of(model: nn.Module, named: dict[str, nn.Parameter]) -> dist.ProcessG
             )
         other: Any = p
         if other.device_mesh != mesh:
-            raise ValueError(f"parameters must be sharded over one mesh, {first!r} and {name!r} are over two")
+            raise ValueError(
+                f"parameters must be sharded over one mesh, {first!r} and {name!r} are over two: use {REMEDY} for both"
+            )
         if mesh.ndim != 1 or not other.placements[0].is_shard():
             names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
             raise ValueError(
