@@ -16,6 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def by_lightning(steps: int, ours: bool) -> float:
 
 
 def by_transformers(steps: int, ours: bool) -> float:
-    """With ``local_sgd(trainer)``; and with ``LocalSGD`` in a callback."""
+    """With ``local_sgd(trainer)``; and with ``LocalSGD`` in a callback, the model not wrapped in either case."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from prsgd.integrations.transformers import local_sgd
@@ -125,6 +126,8 @@ def by_transformers(steps: int, ours: bool) -> float:
         trainer = Trainer(model=Classifier(), args=args, train_dataset=rows, callbacks=[callback])
         if ours:
             local_sgd(trainer, schedule=prsgd.every(8))
+        else:
+            trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
         trainer.train()
     return callback.seconds / (steps - WARM_UP)
 

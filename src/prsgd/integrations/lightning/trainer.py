@@ -142,6 +142,7 @@ class LocalSGDStrategy(ShowsAverage):
             self._make_local()
         assert self.local is not None
         self._meets = self._see_lengths(trainer)
+        self._callback.on_train_batch_end = self._callback.after_batch if self._meets else None
         manual = not self.lightning_module.automatic_optimization
         toggling = _Toggling(self.lightning_module)
         if manual:
@@ -239,7 +240,7 @@ class LocalSGDStrategy(ShowsAverage):
             return
         trainer: Any = self.lightning_module.trainer
         numbers = told(self.local, record)
-        shown = {name: torch.tensor(float(value)) for name, value in numbers.items()}
+        shown = dict(zip(numbers, torch.tensor([float(value) for value in numbers.values()]).unbind()))
         trainer.logged_metrics.update(shown)
         trainer.callback_metrics.update(shown)
         if trainer.log_every_n_steps and self.local.step - self._logged_at >= trainer.log_every_n_steps:
@@ -256,10 +257,19 @@ class LocalSGDStrategy(ShowsAverage):
 class _AtEnds(Callback):
     """Comes before all other callbacks where an epoch's batches end, and training does."""
 
+    # Lightning calls those of a callback's hooks that can be called, at a price of microseconds for each of a step's.
+    on_train_batch_start: Any = None
+    on_before_zero_grad: Any = None
+    on_before_backward: Any = None
+    on_after_backward: Any = None
+    on_before_optimizer_step: Any = None
+    on_train_batch_end: Any = None
+    """``after_batch``, where workers have to meet."""
+
     def __init__(self, strategy: LocalSGDStrategy) -> None:
         self._strategy = strategy
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, idx: int) -> None:
+    def after_batch(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, idx: int) -> None:
         if trainer.is_last_batch or idx + 1 == trainer.num_training_batches:
             self._strategy._meet()
 
