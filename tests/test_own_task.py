@@ -240,6 +240,11 @@ CASES = {
     "shape yet: give the layer its number of inputs",
     f"y[30] = 2; {GOOD}": "{path}: loss on train of int64 (4,): IndexError: Target 2 is out of bounds.",
     f"y[50] = 2; {GOOD}": "{path}: loss on test of int64 (4,): IndexError: Target 2 is out of bounds.",
+    "y = y.float()\n"
+    + GOOD.replace("model=net", "model=lambda: nn.Linear(3, 1)").replace("loss=loss", "loss=nn.functional.mse_loss"): (
+        "{path}: loss of float32 (2,): Using a target size (torch.Size([2])) that is different to the input size "
+        "(torch.Size([2, 1]))."
+    ),
     GOOD.replace("x[40:]", "x[40:, :2]"): "{path}: model net on test of float32 (4, 2): RuntimeError: mat1",
     GOOD.replace(
         "loss=loss", "loss=loss, metric=lambda out, y: None"

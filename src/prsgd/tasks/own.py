@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
@@ -256,12 +257,18 @@ def _try_metric(task: Task, out: Any, y: Tensor) -> None:
 
 @contextmanager
 def _named(part: str, given: Tensor | None = None) -> Iterator[None]:
-    """Whatever is raised inside is this part's fault."""
+    """Whatever is raised inside is this part's fault.
+
+    Where an output (n, 1) meets a y (n,), torch's losses pair each output with every y, from which nothing is learned,
+    and only warn.
+    """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Using a target size", UserWarning)
+            yield
     except Exception as error:
         of = "" if given is None else f" of {_kind(given)}"
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        kind = "" if type(error) in (ValueError, UserWarning) else f"{type(error).__name__}: "
         raise ValueError(f"{part}{of}: {kind}{error}") from error
 
 
