@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import pickle
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ LONG = ("test_cli", "test_vectorized", "test_verify", "test_install", "test_laun
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    without_torchft = pytest.mark.skipif(find_spec("torchft") is None, reason="the extra elastic is not installed")
     for item in items:
+        if item.name == "prsgd.comm.torch_ft.TorchFT":  # its docstring's example
+            item.add_marker(without_torchft)
         if isinstance(item, pytest.Function) and "browser" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("browser"))  # one is enough
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))

@@ -50,15 +50,28 @@ class TorchFT(Communicator):
 
     It takes averagings that are one sum: ``mean()`` without a wire, ``outer()`` and ``easgd()``.
 
+    ``prsgd launch --elastic --workers 4 train.py`` starts a lighthouse and four workers, and tells them these numbers,
+    so that train.py says ``prsgd.TorchFT()``. A lighthouse by hand is a command:
+
         torchft_lighthouse --bind 127.0.0.1:29510 --min_replicas 1 --heartbeat_timeout_ms 500 --quorum_tick_ms 20
 
-        comm = prsgd.TorchFT(num_workers=4, worker=0, lighthouse="127.0.0.1:29510", min_workers=2)
-        with prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(8), comm=comm) as local:
-            ...
+    Here it is in this process, beside the only worker of a run:
 
-    >>> TorchFT(num_workers=4)
-    Traceback (most recent call last):
-    ValueError: TorchFT needs num_workers and worker, where no torchrun tells WORLD_SIZE and RANK
+    >>> import torch, prsgd
+    >>> from torchft.coordination import LighthouseServer
+    >>> lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    >>> place = "127.0.0.1:" + lighthouse.address().rpartition(":")[2]
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> comm = prsgd.TorchFT(num_workers=1, worker=0, lighthouse=place)
+    >>> with prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(4), comm=comm) as local:
+    ...     for _ in range(8):
+    ...         optimizer.zero_grad()
+    ...         model(torch.ones(2, 4)).square().mean().backward()
+    ...         optimizer.step()
+    >>> [(record.round, record.members) for record in local.records]
+    [(1, (0,)), (2, (0,))]
+    >>> lighthouse.shutdown()
     """
 
     is_elastic = True
@@ -113,7 +126,7 @@ class TorchFT(Communicator):
 
     @property
     def members(self) -> Sequence[int]:
-        """Those whose numbers were in the newest call that somebody has waited for."""
+        """The workers that took part in the newest average, or other call, that this process has waited for."""
         return self._members
 
     @property
@@ -177,7 +190,7 @@ class TorchFT(Communicator):
         return self._call(f"gather {payload.nbytes}", gathered, payload.device, lambda: torch.cat(parts), sent)
 
     def broadcast(self, flat: Tensor, worker: int = 0) -> Work[Tensor]:
-        """Of the first member if that worker is none."""
+        """From ``worker``, or from the first member if that worker is not there."""
         copy = self._scratch_like(flat)
 
         def sent(group: Group, plan: Plan) -> None:
