@@ -52,9 +52,8 @@ def _modelled(name: str, value: Any, largest: float) -> Modelled:
 class Record:
     """One average. ``json.dumps(dataclasses.asdict(record))`` works as it is.
 
-    The drift, loss, samples, noise and workers are those of all processes and the same everywhere; the rest is this
-    process's.
-    Since the former travel with the next average, a record appears one average after its own.
+    The drift, loss, samples, noise and workers are of all processes, and the same everywhere; the rest is this
+    process's. Since the former travel with the next average, a record appears one average after its own.
 
     >>> import torch, prsgd
     >>> model = torch.nn.Linear(4, 1)

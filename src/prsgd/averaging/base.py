@@ -356,7 +356,8 @@ class Averaging(ABC):
         return 0.0
 
     def hear(self, known: tuple[float, ...], told: tuple[float, ...]) -> tuple[float, ...]:
-        """The next ``header.told``, after an average with which ``told`` was told, and ``known`` before."""
+        """What ``header.told`` is next: ``told`` are the workers' numbers that travelled with an average, ``known`` is
+        what it was until then."""
         return told
 
     def distrusts(self, brought: Brought) -> bool:
@@ -364,8 +365,8 @@ class Averaging(ABC):
         return False
 
     def left_out(self, told: tuple[float, ...]) -> tuple[int, ...]:
-        """The workers that were left out of the average with which ``told`` was told, and are given up as one whose
-        model is not finite."""
+        """The workers that were left out of the average with which ``told`` travelled: like one whose model is not
+        finite they are given the mean and fresh optimizer state."""
         return ()
 
     def measure(self, memory: Memory, snap: Tensor) -> tuple[Callable[[], float | None], ...]:

@@ -20,8 +20,8 @@ from prsgd.comm.base import Communicator, Then, Work
 
 @dataclass(frozen=True)
 class easgd(Averaging):  # noqa: N801 - a word in the user's sentence
-    """Pull each worker by ``alpha`` of its way towards a centre (None: beta / N), and the centre by ``beta`` of its way
-    towards the workers' mean.
+    """Pull each worker by ``alpha`` of its way towards a centre, and the centre by ``beta`` of its way towards the
+    workers' mean. ``alpha`` is beta / N unless given.
 
     >>> easgd(alpha=0.1)
     easgd(alpha=0.1, beta=0.9)

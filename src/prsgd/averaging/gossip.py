@@ -132,7 +132,7 @@ class gossip(Averaging):  # noqa: N801 - a word in the user's sentence
         return Then(work, landing)
 
     def bytes_sent(self, num_workers: int, num_values: int, dtype: torch.dtype = torch.float32) -> int:
-        """Per worker and average: what it is about to do, and so many numbers of its model, to each that hears it."""
+        """What a worker sends for an average: its ``num_values`` numbers and a short message to each that hears it."""
         weights = self.matrix(num_workers)
         links = int(np.count_nonzero(weights) - np.count_nonzero(weights.diagonal()))
         return round(links / num_workers * (num_values + MESSAGE) * dtype.itemsize)

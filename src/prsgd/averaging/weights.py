@@ -75,8 +75,8 @@ class Weights(ABC):
         return 0.0
 
     def hear(self, known: tuple[float, ...], told: tuple[float, ...]) -> tuple[float, ...]:
-        """What all workers know after an average with which ``told`` was told, by worker, and ``known`` before it: the
-        next ``Brought.told``. It is saved with the run."""
+        """What ``Brought.told`` is next: ``told`` are the workers' numbers that travelled with an average, by worker,
+        ``known`` is what it was until then. It is saved with the run."""
         return told
 
     def distrusts(self, brought: Brought) -> bool:
@@ -84,8 +84,8 @@ class Weights(ABC):
         return False
 
     def left_out(self, told: tuple[float, ...]) -> tuple[int, ...]:
-        """The workers that were left out of the average with which ``told`` was told: they are given the mean and fresh
-        optimizer state, and what they did since is dropped."""
+        """The workers that were left out of the average with which ``told`` travelled: they are given the mean and
+        fresh optimizer state, and what they did since is dropped."""
         return ()
 
 

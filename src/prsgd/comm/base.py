@@ -34,7 +34,7 @@ class Missed(PeerError):  # noqa: N818 - no error where it is taken care of
 
 
 class Work(Protocol[T]):
-    """Something under way.
+    """A transfer, or what is made of one, under way.
 
     >>> import prsgd
     >>> work = prsgd.InProcess(2).all_reduce(torch.ones(3))
@@ -90,7 +90,7 @@ class Then(Generic[S, T]):
         self.bytes_sent, self.server_bytes_sent, self.hops = work.bytes_sent, work.server_bytes_sent, work.hops
 
     def wait(self, timeout_seconds: float | None = None) -> T:
-        """The other's result waited for, and this one made of it."""
+        """Wait for the other's result, and make this one of it."""
         if not self._made:
             self._made.append(self._make(self._work.wait(timeout_seconds)))
         return self._made[0]
@@ -147,12 +147,13 @@ class Communicator(Protocol):
     ever there, and averages must be one sum."""
 
     def join(self, device: torch.device, launched: int) -> Mapping[str, Any] | None:
-        """Come in, with a state that has seen so many averages. If others have begun, one of them tells its state, and
-        the average at which it does so is the next call's result; None: all begin together."""
+        """Join a run where workers come and go; this worker's own state has seen ``launched`` averages. If others have
+        begun, one of them tells its state, which is returned, and the average at which it does so is what the next call
+        returns. None: all begin together."""
         return None
 
     def invite(self, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Others may come in with the next call, which is an average, and are told ``state()``."""
+        """Let others join with the next call, which is an average: they are told ``state()``."""
         return
 
     def all_reduce(self, flat: Tensor) -> Work[Tensor]:

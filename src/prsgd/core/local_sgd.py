@@ -135,8 +135,8 @@ class LocalSGD:
 
     @property
     def samples(self) -> int:
-        """That ``log`` was told of in this process, also by those whose states it went on from; unlike those of
-        ``totals``, not of all processes, and up to now."""
+        """How many samples ``log`` was told of in this process so far, those before the state that it went on from
+        among them. (``totals.samples`` are those of all processes, up to the newest complete record.)"""
         return self._lanes.first.books.samples
 
     @property

@@ -31,7 +31,7 @@ class Fleet:
 
     ``mode`` is how ``backward`` runs: "loop" over the modules, or "vmap", all at once, which is faster for many small
     models; "auto" chooses vmap for 8 or more hosted workers without convolutions and random layers. ``compile=True``
-    gives that vmap to torch.compile: seconds at the first step, then up to three times as fast for few small models,
+    gives that vmap to torch.compile: seconds at the first step, then up to twice as fast for few small models,
     and little for large ones; pass the same ``loss_fn`` at every step. Steps in which some workers wait run as without.
 
     Put the model on its device and into its dtype first: moving a module later takes it off its row, which the next

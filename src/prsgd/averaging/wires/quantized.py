@@ -29,9 +29,10 @@ class quantized(Scattered):  # noqa: N801 - a word in the user's sentence
     """Each worker sends its change since the last average in ``bits`` bits a number: 1 to 16, "ternary" or "sign".
 
     Beside each ``bucket`` of numbers travels one scale. 2 bits have the three levels of "ternary", and take its 1.6
-    bits. Few workers gather all changes, and one sends (N - 1) times its own. More of them add up a part each, and pack
-    the sum again for all others: then one sends 2 (N - 1) / N of its change, as in an all-reduce, and numbers are
-    rounded twice, both times right on average. Sums of signs travel in 4 bits.
+    bits. Two workers gather both changes. More of them add up a part each, and pack the sum again for all others: then
+    each sends 2 (N - 1) / N of its change, as in an all-reduce, and numbers are rounded twice, both times right on
+    average. With ``way="gather"``, and where a model has no bucket for every worker, each sends its own change (N - 1)
+    times, rounded once. Sums of signs travel in 4 bits.
 
     >>> quantized(4).num_bytes(1024), 1024 * 4  # half a byte each and two scales; as float32
     (520, 4096)

@@ -54,7 +54,7 @@ class sparse(Gathered):  # noqa: N801 - a word in the user's sentence
             whole_number("bits", self.bits, at_least=1, at_most=8)
 
     def num_kept(self, num_values: int) -> int:
-        """Of so many numbers; at least one."""
+        """How many of a model's ``num_values`` numbers are sent: that share of them, and at least one."""
         return min(num_values, max(1, round(self.density * num_values)))
 
     def num_bytes(self, num_values: int, dtype: torch.dtype = torch.float32) -> int:
