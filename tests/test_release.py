@@ -85,6 +85,12 @@ def test_the_wheel_holds_what_it_must(wheel: Path) -> None:
     ours = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*") if path.is_file()}
     assert {name for name in names if name.startswith("prsgd/")} == {n for n in ours if "__pycache__" not in n}
     assert re.search(r"^License-Expression: Apache-2.0$", metadata, re.MULTILINE)
+    assert "Project-URL" not in metadata  # until there is one
+    assert re.search(r"^Requires-Python: >=3.10$", metadata, re.MULTILINE)
+    classifiers = re.findall(r"^Classifier: (.*)$", metadata, re.MULTILINE)
+    assert [f"Programming Language :: Python :: 3.{minor}" in classifiers for minor in range(9, 15)] == [
+        False, True, True, True, True, False,
+    ]  # fmt: skip
     assert re.search(rf"^Version: {re.escape(prsgd.__version__)}$", metadata, re.MULTILINE)
 
 
