@@ -16,7 +16,7 @@ from prsgd.cli.parser import LAB, Parser, fail_without_lab, need_lab
 COMMANDS = {
     "compare": "train one task with several methods or periods, and report side by side",
     "train": "one run",
-    "report": "one HTML page with every figure, of runs that are there",
+    "report": "one HTML page with every figure, of runs that have been made",
     "timeline": "what every worker did when: the paper's Figures 1 and 2, from a run's trace",
     "methods": "the table of methods: what each does, its parts, where it comes from",
     "doctor": "look at this machine, and under torchrun at the job, before training",
@@ -45,7 +45,10 @@ EXAMPLES = {
     "launch": "prsgd launch --elastic --workers 4 train.py",
 }
 """One of each: what its help shows at the end."""
-_EPILOG = f"prsgd COMMAND --help tells more, with an example of each.\nexample: {EXAMPLES['train']}"
+_EPILOG = (
+    "prsgd COMMAND --help tells more, with an example of each. In brackets is what\n"
+    f"is used unless you say otherwise.\nexample: {EXAMPLES['train']}"
+)
 DRAWS = {"compare": None, "report": None, "timeline": None, "plan": "plot", "verify": "out", "bench": "out"}
 """Commands that need the lab extra: always, or where this option is given."""
 

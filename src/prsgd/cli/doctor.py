@@ -11,7 +11,7 @@ from prsgd.errors import PeerError
 
 def add(parser: Parser) -> None:
     parser.description = (
-        f"{parser.description} Start the job with the options of your own one. Exit code 1: an error was found. What "
+        f"{parser.description} Give torchrun the options of your own job. Exit code 1: an error was found. What "
         "needs your model and your loader is found by prsgd.doctor(local, loader), in your script."
     )
 

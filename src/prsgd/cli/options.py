@@ -111,7 +111,7 @@ OPTIONS = (
     ),
     Option("warmup", HOW, "steps in which the lr rises, or a fraction of the run (0; adamw 0.05)", "T", number),
     Option("momentum", HOW, "of sgd; adamw's first beta (0.9)", "M", float),
-    Option("weight_decay", HOW, "(0; adamw 0.1)", "W", float),
+    Option("weight_decay", HOW, "of the optimizer (0; adamw 0.1)", "W", float),
     Option("clip", HOW, "the largest norm of a worker's gradient, 0: any (0; adamw 1)", "C", float),
     Option(
         "cluster",

@@ -23,7 +23,7 @@ PLOTS = (".png", ".svg", ".pdf")
 
 def add(parser: Parser) -> None:
     run = parser.add_argument_group("the run")
-    run.add_argument("--workers", type=int, required=True, metavar="N")
+    run.add_argument("--workers", type=int, required=True, metavar="N", help="how many")
     run.add_argument(
         "--steps", metavar="T", help="of each worker, such as 100k; or --epochs and --samples; or --budget"
     )
@@ -40,7 +40,7 @@ def add(parser: Parser) -> None:
     cost.add_argument("--cluster", metavar="NAME", help="step time and link of a preset, or of calibrate's file")
     what = parser.add_argument_group("the problem's constants, if they are known; all four or none")
     what.add_argument("--probe", type=path, metavar="FILE", help="what `prsgd probe --json` printed")
-    what.add_argument("--smoothness", type=float, metavar="L")
+    what.add_argument("--smoothness", type=float, metavar="L", help="largest curvature on the path of training")
     what.add_argument("--noise", type=float, metavar="SIGMA2", help="variance of a worker's mini-batch gradient")
     what.add_argument("--second-moment", type=float, metavar="G2", help="largest mean squared norm of such a gradient")
     what.add_argument("--gap", type=float, metavar="F", help="f(x0) - f*: the first loss, for cross-entropy")

@@ -30,9 +30,9 @@ def add(parser: Parser) -> None:
     parser.add_argument("--batch-size", type=int, metavar="B", help="of one worker")
     parser.add_argument("--steps", type=int, default=200, metavar="T", help="of one worker's training (200)")
     parser.add_argument("--looks", type=int, default=5, metavar="K", help="along the way, the start included (5)")
-    parser.add_argument("--lr", type=float, help="(0.1)")
-    parser.add_argument("--momentum", type=float, metavar="M", help="(0.9)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument("--lr", type=float, help="of the run (0.1)")
+    parser.add_argument("--momentum", type=float, metavar="M", help="of SGD (0.9)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of weights and data order (0)")
     parser.add_argument("--json", action="store_true", help="the largest values along the path, for programs")
 
 
