@@ -1,8 +1,8 @@
-"""What each method reaches and what it costs: collects finished runs for docs/results/text.md and methods.md.
+"""What each method reaches on the text task, and what it costs: collects finished runs, draws docs/results/text-*.png.
 
-python bench/methods.py add text RUN [RUN ...]    # folders of `prsgd train` and `prsgd compare`, into text.json
-python bench/methods.py table text --model small  # Markdown
-python bench/methods.py draw text --model small   # text-small.png: quality against tokens, bytes and seconds
+python bench/text_methods.py add RUN [RUN ...]    # folders of `prsgd train` and `prsgd compare`, into text.json
+python bench/text_methods.py table --model small  # for docs/results/text.md
+python bench/text_methods.py draw --model small   # quality against tokens, bytes and seconds
 
 Seconds are modelled for two clusters of equal workers, lan-1g and wan, from the averages that a run made.
 """
@@ -28,7 +28,7 @@ from prsgd.report.read import Run, read
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RESULTS = Path(__file__).parent.parent / "docs" / "results"
+FILE = Path(__file__).parent.parent / "docs" / "results" / "text.json"
 CONFIG = (
     "model", "split", "workers", "steps", "epochs", "batch_size", "optimizer", "lr", "outer_lr", "outer_momentum",
     "seed",
@@ -88,41 +88,45 @@ Grouped = dict[str, list[Row]]
 def grouped(rows: Sequence[Row]) -> Grouped:
     """By label, mini-batch training first, then as they were put in."""
     found: Grouped = {}
-    for row in sorted(rows, key=lambda row: row["label"] != BASELINE):
+    for row in sorted(rows, key=lambda row: not row["label"].startswith(BASELINE)):
         found.setdefault(row["label"], []).append(row)
     return found
 
 
-def table(rows: Sequence[Row], digits: int) -> str:
-    """A line for each label: means over the seeds; what stands beside mini-batch training is of the same seeds."""
+def table(rows: Sequence[Row]) -> str:
+    """A line for each label: means over the seeds, beside mini-batch training of the same seeds, with the lr that was
+    best for it."""
     heads = (
         "method", "at the end", "against mini-batch", "seeds", "MB sent", "share", "most MB at once", "rounds",
         *(f"s on {name}" for name in CLUSTERS),
     )  # fmt: skip
-    baseline = {row["seed"]: row for row in rows if row["label"] == BASELINE}
+    best: dict[int, Row] = {}
+    for row in rows:
+        if row["label"].startswith(BASELINE):
+            best[row["seed"]] = min(row, best.get(row["seed"], row), key=lambda row: row["score"])
     lines = [
         heads,
         ["---"] * len(heads),
-        *([name, *_cells(of, baseline, digits)] for name, of in grouped(rows).items()),
+        *([name, *_cells(of, best)] for name, of in grouped(rows).items()),
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cells(found: Sequence[Row], baseline: dict[int, Row], digits: int) -> list[str]:
+def _cells(found: Sequence[Row], baseline: dict[int, Row]) -> list[str]:
     scores = [row["score"] for row in found]
-    spread = f" ± {stdev(scores):.{digits}f}" if len(scores) > 1 else ""
+    spread = f" ± {stdev(scores):.3f}" if len(scores) > 1 else ""
     pairs = [(row, baseline[row["seed"]]) for row in found if row["seed"] in baseline]
     above = f"{100 * (fmean(a['score'] / b['score'] for a, b in pairs) - 1):+.1f} %" if pairs else ""
     share = f"1/{1 / fmean(a['bytes_sent'] / b['bytes_sent'] for a, b in pairs):,.3g}" if pairs else ""
     sent, most = (fmean(row[name] for row in found) / 1e6 for name in ("bytes_sent", "most_bytes_at_once"))
     return [
-        f"{fmean(scores):.{digits}f}{spread}", above, str(len(found)), f"{sent:,.4g}", share, f"{most:.3g}",
+        f"{fmean(scores):.3f}{spread}", above, str(len(found)), f"{sent:,.4g}", share, f"{most:.3g}",
         f"{fmean(row['rounds'] for row in found):,.0f}",
         *(f"{fmean(row['seconds'][name] for row in found):,.0f}" for name in CLUSTERS),
     ]  # fmt: skip
 
 
-def draw(rows: Sequence[Row], place: Path, words: str) -> None:
+def draw(rows: Sequence[Row], place: Path) -> None:
     """Quality against tokens, bytes and modelled seconds; a line for each label, the mean over its seeds."""
     from matplotlib import style
     from matplotlib.figure import Figure as Drawing
@@ -145,7 +149,7 @@ def draw(rows: Sequence[Row], place: Path, words: str) -> None:
         starts = [point["score"] for row in rows for point in row["curve"][1:]]
         low = min(ends)
         panels[0].set_ylim(low - 0.03 * low, min(max(starts), 1.45 * low))
-        panels[0].set_ylabel(words)
+        panels[0].set_ylabel("bits per byte, held out")
         drawing.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
         drawing.savefig(place, metadata={"Software": None})
 
@@ -170,7 +174,6 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("add", "table", "draw"):
         command = commands.add_parser(name)
-        command.add_argument("page", choices=("text", "methods"))
         if name == "add":
             command.add_argument("runs", type=Path, nargs="+")
         else:
@@ -178,22 +181,16 @@ def main() -> None:
             command.add_argument("--split", default="iid")
             command.add_argument("--only", nargs="+", metavar="LABEL", help="of all labels")
     args = parser.parse_args()
-    place = RESULTS / f"{args.page}.json"
     if args.command == "add":
         finished = [folder for folder in args.runs if (folder / files.SUMMARY).exists()]
-        print(put(map(row_of, read(finished)), place, identity), "runs are new or changed")
+        print(put(map(row_of, read(finished)), FILE, identity), "runs are new or changed")
         return
-    rows = [row for row in read_rows(place) if (row["model"], row["split"]) == (args.model, args.split)]
+    rows = [row for row in read_rows(FILE) if (row["model"], row["split"]) == (args.model, args.split)]
     rows = [row for row in rows if not args.only or row["label"] in args.only]
     if args.command == "table":
-        print(table(rows, 3 if args.page == "text" else 1))
+        print(table(rows))
     else:
-        words = "bits per byte, held out" if args.page == "text" else "test accuracy (%)"
-        draw(
-            rows,
-            place.with_name(f"{args.page}-{args.model}{'' if args.split == 'iid' else '-' + args.split}.png"),
-            words,
-        )
+        draw(rows, FILE.with_name(f"text-{args.model}{'' if args.split == 'iid' else '-' + args.split}.png"))
 
 
 if __name__ == "__main__":
