@@ -1,8 +1,8 @@
 """What each method reaches on the text task, and what it costs: collects finished runs, draws docs/results/text-*.png.
 
 python bench/text_methods.py add RUN [RUN ...]    # folders of `prsgd train` and `prsgd compare`, into text.json
-python bench/text_methods.py table --model small  # for docs/results/text.md
-python bench/text_methods.py draw --model small   # quality against tokens, bytes and seconds
+python bench/text_methods.py table --model small --lr 0.003  # for docs/results/text.md
+python bench/text_methods.py draw --model small --lr 0.003   # quality against tokens, bytes and seconds
 
 Seconds are modelled for two clusters of equal workers, lan-1g and wan, from the averages that a run made.
 """
@@ -34,8 +34,6 @@ CONFIG = (
     "seed",
 )  # fmt: skip
 BASELINE = "minibatch-sgd"
-TASK_LR = {"adamw": 0.001, "sgd": 0.1}
-"""What is not worth a word."""
 CONTEXT = 128
 """Tokens in a sample of the text task."""
 
@@ -63,8 +61,7 @@ def label(run: Run) -> str:
     """As the report has it, and the outer optimizer's numbers where they were given."""
     given = [f"{word} {run.config[name]:g}" for word, name in (("lr", "outer_lr"), ("momentum", "outer_momentum"))
              if run.config[name] is not None]  # fmt: skip
-    inner = "" if run.config["lr"] == TASK_LR[run.config["optimizer"]] else f", lr {run.config['lr']:g}"
-    return run.label + inner + (f", outer {', '.join(given)}" if given else "")
+    return run.label + (f", outer {', '.join(given)}" if given else "")
 
 
 def _point(run: Run, step: int, score: float) -> Row:
@@ -79,7 +76,7 @@ def _point(run: Run, step: int, score: float) -> Row:
 
 
 def identity(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("task", "model", "split", "steps", "label", "seed"))
+    return tuple(row[name] for name in ("task", "model", "split", "steps", "lr", "label", "seed"))
 
 
 Grouped = dict[str, list[Row]]
@@ -88,22 +85,20 @@ Grouped = dict[str, list[Row]]
 def grouped(rows: Sequence[Row]) -> Grouped:
     """By label, mini-batch training first, then as they were put in."""
     found: Grouped = {}
-    for row in sorted(rows, key=lambda row: not row["label"].startswith(BASELINE)):
+    for row in sorted(rows, key=lambda row: row["label"] != BASELINE):
         found.setdefault(row["label"], []).append(row)
     return found
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A line for each label: means over the seeds, beside mini-batch training of the same seeds, with the lr that was
-    best for it."""
+def table(rows: Sequence[Row], baseline: Sequence[Row]) -> str:
+    """A line for each label: means over the seeds, beside the ``baseline`` of the same seeds that was best."""
     heads = (
         "method", "at the end", "against mini-batch", "seeds", "MB sent", "share", "most MB at once", "rounds",
         *(f"s on {name}" for name in CLUSTERS),
     )  # fmt: skip
     best: dict[int, Row] = {}
-    for row in rows:
-        if row["label"].startswith(BASELINE):
-            best[row["seed"]] = min(row, best.get(row["seed"], row), key=lambda row: row["score"])
+    for row in baseline:
+        best[row["seed"]] = min(row, best.get(row["seed"], row), key=lambda row: row["score"])
     lines = [
         heads,
         ["---"] * len(heads),
@@ -132,7 +127,7 @@ def draw(rows: Sequence[Row], place: Path) -> None:
     from matplotlib.figure import Figure as Drawing
 
     with style.context(["default", STYLE]):
-        drawing = Drawing(figsize=(7.2, 3.0), layout="constrained")
+        drawing = Drawing(figsize=(7.2, 3.1), layout="constrained")
         panels = drawing.subplots(1, 3, sharey=True)
         tokens = rows[0]["workers"] * rows[0]["batch_size"] * CONTEXT / 1e6
         costs: list[tuple[str, Callable[[Row], float]]] = [
@@ -150,7 +145,7 @@ def draw(rows: Sequence[Row], place: Path) -> None:
         low = min(ends)
         panels[0].set_ylim(low - 0.03 * low, min(max(starts), 1.45 * low))
         panels[0].set_ylabel("bits per byte, held out")
-        drawing.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        drawing.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         drawing.savefig(place, metadata={"Software": None})
 
 
@@ -179,16 +174,17 @@ def main() -> None:
         else:
             command.add_argument("--model", required=True)
             command.add_argument("--split", default="iid")
+            command.add_argument("--lr", type=float, required=True)
             command.add_argument("--only", nargs="+", metavar="LABEL", help="of all labels")
     args = parser.parse_args()
     if args.command == "add":
         finished = [folder for folder in args.runs if (folder / files.SUMMARY).exists()]
         print(put(map(row_of, read(finished)), FILE, identity), "runs are new or changed")
         return
-    rows = [row for row in read_rows(FILE) if (row["model"], row["split"]) == (args.model, args.split)]
-    rows = [row for row in rows if not args.only or row["label"] in args.only]
+    runs = [row for row in read_rows(FILE) if (row["model"], row["split"]) == (args.model, args.split)]
+    rows = [row for row in runs if row["lr"] == args.lr and (not args.only or row["label"] in args.only)]
     if args.command == "table":
-        print(table(rows))
+        print(table(rows, [row for row in runs if row["label"] == BASELINE]))
     else:
         draw(rows, FILE.with_name(f"text-{args.model}{'' if args.split == 'iid' else '-' + args.split}.png"))
 
