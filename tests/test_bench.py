@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -301,6 +302,20 @@ def test_what_averaging_costs_at_least_averages(bare: str, ours: str, period: in
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     alone = run_ranks(trained, 2, NONE, period)
     assert not torch.allclose(alone[0][0], least[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(find_spec("torchft") is None, reason="the extra elastic is not installed")
+def test_torchft_averages_too() -> None:
+    """Its LocalSGD does the work of ours. Its DiLoCo goes on from the mean of the models six steps before: what a
+    worker learned since then is dropped."""
+    for found, own in zip(*(run_ranks(trained, 2, name, 8) for name in ("torchft", "prsgd"))):
+        for a, b in zip(found, own):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    first, second = run_ranks(trained, 2, "torchft-diloco-6", 8)
+    start = list(work("mlp", 0, 2).model.parameters())
+    for a, b, c in zip(first, second, start):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+        assert not torch.allclose(a, c, rtol=1e-4, atol=1e-6)
 
 
 def test_who_is_not_installed_or_fails_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,13 +178,17 @@ def accelerate(work: Work, ground: Ground) -> Iterator[Step]:
 
 
 @contextmanager
-def torchft(work: Work, ground: Ground) -> Iterator[Step]:
-    """Every rank is a replica group of its own, with its own store; the lighthouse is at rank 0."""
+def torchft(work: Work, ground: Ground, hidden: int | None = None) -> Iterator[Step]:
+    """Every rank is a replica group of its own, with its own store; the lighthouse is at rank 0.
+
+    With ``hidden`` it is DiLoCo instead of LocalSGD, whose average travels in one bucket behind so many steps. An outer
+    step of lr 1 leads to the mean, as the others have it.
+    """
     # It tells the others the machine's name to find a rank by, which is the same in all network namespaces.
     socket.gethostname = lambda: ground.address
     from torchft import Manager, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
-    from torchft.local_sgd import LocalSGD
+    from torchft.local_sgd import DiLoCo, LocalSGD
 
     lighthouse, told = None, [""]
     if ground.rank == 0:
@@ -213,8 +217,20 @@ def torchft(work: Work, ground: Ground) -> Iterator[Step]:
         hostname=ground.address,
         init_sync=False,  # all begin alike
     )
+    if hidden is None:
+        averaging = LocalSGD(manager, work.model, optimizer, sync_every=ground.period)
+    else:
+        averaging = DiLoCo(
+            manager,
+            [work.model],
+            optimizer,
+            SGD(work.model.parameters(), lr=1.0),
+            sync_every=ground.period,
+            use_bucketization=True,
+            fragment_sync_delay=min(hidden, ground.period - 1),
+        )
     try:
-        with LocalSGD(manager, work.model, optimizer, sync_every=ground.period):
+        with averaging:
             yield plain(work, optimizer)
     finally:
         manager.shutdown(wait=False)
@@ -250,6 +266,9 @@ CONTESTANTS = {
     "averager": Contestant("torch's PostLocalSGDOptimizer, PeriodicModelAverager", averager),
     "accelerate": Contestant("accelerate's LocalSGD", accelerate, package="accelerate"),
     "torchft": Contestant("torchft's LocalSGD", torchft, package="torchft"),
+    "torchft-diloco-6": Contestant(
+        "torchft's DiLoCo behind six steps, to the mean", partial(torchft, hidden=6), package="torchft"
+    ),
     "prsgd": Contestant("ours, blocking", _with()),
     "prsgd-overlap-1": Contestant("ours, overlap=1", _with(overlap=1)),
     "prsgd-overlap-6": Contestant("ours, overlap=6", _with(overlap=6)),
