@@ -190,7 +190,7 @@ def have_no_interface() -> None:
     ("first", "said"),
     [
         (be_older, "prsgd is {own} in rank 0; 0.0.1 in rank 1 -> install one version everywhere"),
-        (be_another_machine, "rank 1 on another: gloo listens on lo (127.0.0.1), as GLOO_SOCKET_IFNAME says so"),
+        (be_another_machine, "rank 1 on another: gloo listens on lo (127.0.0.1), as GLOO_SOCKET_IFNAME says:"),
         (have_no_interface, "GLOO_SOCKET_IFNAME names 'eth99', which is no interface with an address here"),
     ],
 )

@@ -74,7 +74,7 @@ class Network:
         if several_machines is False:
             return Finding("ok", "network", f"{where}; all ranks are on this machine")
         if ipaddress.ip_address(self.address).is_loopback:
-            why = f"{VARIABLE} says so" if self.asked else f"{self.host!r} stands for"
+            why = f"{VARIABLE} says" if self.asked else f"{self.host!r} stands for"
             text = f"{where}, {'as' if self.asked else 'which'} {why}: no other machine can reach that"
             if several_machines is None:
                 remedy = f"with several machines: {self._remedy()}"
