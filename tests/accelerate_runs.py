@@ -129,3 +129,34 @@ def looked(rank: int) -> tuple[bool, bool]:
             mean = average[0].weight.detach().clone()
         gathered = accelerator.gather(own[None]).mean(0)
         return bool(torch.equal(mean, gathered)), bool(torch.equal(inner[0].weight, own))  # type: ignore[arg-type]
+
+
+def resumed(rank: int) -> bool:
+    """Gone on from the states of all workers, in mid-round: to the last bit, statistics of BatchNorm among it?"""
+    batches = data()[torch.arange(rank, 112, 2)]
+    kept: dict[str, Any] = {}
+
+    def trained(steps: range) -> dict[str, torch.Tensor]:
+        AcceleratorState._reset_state()
+        set_seed(rank + 1)
+        accelerator = Accelerator(cpu=True)
+        inner = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+        local_sgd = LocalSGD(accelerator, model, 4)
+        assert local_sgd.local is not None
+        if steps.start:
+            inner.load_state_dict(kept["model"])
+            local_sgd.local.load_state_dict(kept["local"])
+        with local_sgd:
+            for step in steps:
+                if step == 6:
+                    kept["model"] = {name: value.clone() for name, value in inner.state_dict().items()}
+                    kept["local"] = local_sgd.local.state_dict()
+                x, y = (whole[7 * step : 7 * step + 7] for whole in batches)
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return {name: value.clone() for name, value in inner.state_dict().items()}
+
+    expected, got = trained(range(8)), trained(range(6, 8))
+    return all(torch.equal(value, got[name]) for name, value in expected.items())

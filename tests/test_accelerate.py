@@ -58,6 +58,10 @@ def test_a_look_shows_the_average(ranks: Kept) -> None:
     assert ranks.run(f"{RUNS}:looked") == [(True, True)] * 2
 
 
+def test_goes_on_from_the_workers_states_to_the_last_bit(ranks: Kept) -> None:
+    assert ranks.run(f"{RUNS}:resumed") == [True, True]
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
