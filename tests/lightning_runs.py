@@ -13,7 +13,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
@@ -178,6 +184,14 @@ def by_hand(rank: int, run: Run, looks: bool = False) -> dict[str, Any]:
                 with local.consensus() as average:
                     looked.append(float(sum(p.double().sum() for p in average.parameters())))
     return {**outcome(model, local), "seen": looked}
+
+
+def warned(rank: int) -> list[str]:
+    """The warnings of a training that speak of collectives."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        by_trainer(rank, Run())
+    return [str(w.message) for w in caught if "gather" in str(w.message) or "reduce" in str(w.message)]
 
 
 def both(rank: int, settings: dict[str, Any], looks: bool = False) -> list[dict[str, Any]]:
@@ -375,6 +389,17 @@ def searched(rank: int) -> dict[str, Any]:
     return {**outcome(model.net, trainer.strategy.local), "lr": model.lr}
 
 
+class Finetunes(BaseFinetuning):
+    """The first layer rests in the first epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.001)
+
+
 def refused(rank: int, kind: str) -> str:
     """What is said to what cannot be."""
     options: dict[str, Any] = {}
@@ -384,6 +409,12 @@ def refused(rank: int, kind: str) -> str:
         options["sync_batchnorm"] = True
     elif kind == "ema":
         options["callbacks"] = [EMAWeightAveraging()]
+    elif kind == "swa":
+        options["callbacks"] = [StochasticWeightAveraging(0.01)]
+    elif kind == "finetuning":
+        options["callbacks"] = [Finetunes()]
+        of_head = [*model.net[1].parameters(), *model.net[4].parameters()]
+        model.configure_optimizers = lambda: torch.optim.SGD(of_head, lr=0.05)  # type: ignore[method-assign]
     elif kind == "lbfgs":
         model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters())  # type: ignore[method-assign]
     elif kind == "ddp":

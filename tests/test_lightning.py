@@ -54,6 +54,10 @@ def test_the_trainer_is_the_loop_by_hand(ranks: Kept, settings: dict[str, Any]) 
         assert results[0][0]["steps"][-1] < results[0][0]["global_step"]  # some were skipped
 
 
+def test_a_training_warns_of_no_collective(ranks: Kept) -> None:
+    assert ranks.run("tests.lightning_runs:warned") == [[], []]
+
+
 def test_an_overlap_that_chooses_itself(ranks: Kept) -> None:
     results = ranks.run("tests.lightning_runs:both", {"overlap": "auto", "period": 6})
     (first, _), (second, _) = results
@@ -141,6 +145,8 @@ def test_a_search_for_the_learning_rate_is_a_run_of_its_own(ranks: Kept) -> None
     [
         ("sync_batchnorm", "ValueError: sync_batchnorm must be off with LocalSGDStrategy"),
         ("ema", "ValueError: callbacks must not have EMAWeightAveraging with LocalSGDStrategy"),
+        ("swa", "ValueError: callbacks must not have StochasticWeightAveraging with LocalSGDStrategy"),
+        ("finetuning", "UsageError: what the optimizers train changed in the middle of fit"),
         ("lbfgs", "ValueError: overlap must be 0 with LBFGS, which takes several gradients in a step, got 1"),
         ("ddp", "ValueError: model must not have its 'net' in DistributedDataParallel"),
         ("fsdp", "ValueError: model has its 'net' in FullyShardedDataParallel"),

@@ -7,10 +7,11 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,6 +22,7 @@ from prsgd.averaging.base import Averaging
 from prsgd.averaging.wires.base import Wire
 from prsgd.core.local_sgd import LocalSGD
 from prsgd.core.watching import told
+from prsgd.errors import UsageError
 from prsgd.integrations import keeps_step, require_schedule
 from prsgd.integrations.lightning.average import ShowsAverage
 from prsgd.records import Record
@@ -86,6 +88,8 @@ class LocalSGDStrategy(ShowsAverage):
         self._callback = _AtEnds(self)
         self._toggles: list[Any] = []
         """Handles of the hooks around the optimizers' steps, with manual optimization."""
+        self._trains: list[int] = []
+        """Which parameters the optimizers trained in the beginning."""
         self._logged_at = 0
 
     # Setting up
@@ -97,7 +101,8 @@ class LocalSGDStrategy(ShowsAverage):
                 "sync_batchnorm must be off with LocalSGDStrategy: it would wait for all workers in every layer of "
                 "every step; BatchNorm's statistics are averaged with the model"
             )
-        averages = [type(c).__name__ for c in trainer.callbacks if isinstance(c, WeightAveraging)]  # type: ignore[attr-defined]
+        over_time = (WeightAveraging, StochasticWeightAveraging)
+        averages = [type(c).__name__ for c in trainer.callbacks if isinstance(c, over_time)]  # type: ignore[attr-defined]
         if fits and averages:
             raise ValueError(
                 f"callbacks must not have {averages[0]} with LocalSGDStrategy: each worker would keep the average of "
@@ -149,6 +154,7 @@ class LocalSGDStrategy(ShowsAverage):
             self._toggles = [o.register_step_pre_hook(toggling.before) for o in self.local.optimizers]
         self.local.start()
         self._phase, self._has_met = "running", False
+        self._trains = self._trained()
         if manual:
             self._toggles += [o.register_step_post_hook(toggling.after) for o in self.local.optimizers]
         if self._resumed is not None and "worker" in self._resumed and not trainer.is_last_batch:
@@ -157,6 +163,11 @@ class LocalSGDStrategy(ShowsAverage):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._has_met = False
+        if batch_idx == 0 and self._trained() != self._trains:
+            raise UsageError(
+                "what the optimizers train changed in the middle of fit, as BackboneFinetuning changes it: with "
+                "LocalSGDStrategy call fit once with the frozen model, and then that of a new Trainer with all of it"
+            )
 
     def optimizer_step(
         self,
@@ -210,6 +221,11 @@ class LocalSGDStrategy(ShowsAverage):
             self.local.abandon()
         self._let_go()
 
+    def _trained(self) -> list[int]:
+        assert self.lightning_module is not None
+        rests = not self.lightning_module.automatic_optimization  # a parameter may, by toggle_optimizer
+        return [id(p) for o in self.optimizers for g in o.param_groups for p in g["params"] if rests or p.requires_grad]
+
     def _let_go(self) -> None:
         for handle in self._toggles:
             handle.remove()
@@ -218,7 +234,9 @@ class LocalSGDStrategy(ShowsAverage):
     def _see_lengths(self, trainer: Trainer) -> bool:
         """Do workers have to meet at the end of an epoch? Refuse what cannot be if their epochs differ in length."""
         batches = torch.tensor(float(trainer.num_training_batches), device=self.root_device)
-        lengths = self.all_gather(batches).flatten()
+        found = [torch.empty_like(batches) for _ in range(self.world_size)]
+        dist.all_gather(found, batches)  # Lightning's own warns with newer versions of torch
+        lengths = torch.stack(found)
         if (lengths != lengths[0]).any():
             inside = trainer.enable_validation and (
                 trainer.check_val_every_n_epoch is None
