@@ -100,6 +100,10 @@ def test_steps_that_a_worker_skips(ranks: Kept, tmp_path: Path) -> None:
     assert all(torch.equal(value, second["model"][name]) for name, value in first["model"].items())
 
 
+def test_a_trainer_that_makes_an_accelerator_anew_stays_without_ddp(ranks: Kept, tmp_path: Path) -> None:
+    assert ranks.run(f"{RUNS}:accelerator_made_anew", str(tmp_path)) == ["BertForSequenceClassification"] * 2
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

@@ -217,6 +217,15 @@ def skipping(rank: int, folder: str) -> dict[str, Any]:
     return {**found, "own": trainer.local.step, "global_step": trainer.state.global_step}
 
 
+def accelerator_made_anew(rank: int, folder: str) -> str:
+    """As by every trial of a hyperparameter search."""
+    trainer = trainer_of(rank, folder, {"num_train_epochs": 1})
+    local_sgd(trainer, schedule=prsgd.every(4))
+    trainer.create_accelerator_and_postprocess()
+    trainer.train()
+    return type(trainer.model_wrapped).__name__
+
+
 def refused(rank: int, folder: str, kind: str) -> str:
     trainer = trainer_of(rank, folder, {})
     options: dict[str, Any] = {"schedule": prsgd.every(4)}

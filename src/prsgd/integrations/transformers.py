@@ -77,13 +77,17 @@ def local_sgd(
         "timeout_seconds": timeout_seconds, "done_timeout_seconds": done_timeout_seconds, "on_record": on_record,
     }  # fmt: skip
     trainer.args.average_tokens_across_devices = False
-    # No DDP around the model, but autocast and compilation, as for evaluation.
-    trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
+    _without_ddp(trainer)
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (_TrainsLocally, kind), {"__module__": kind.__module__})
     run = _Run(trainer, settings)
     vars(trainer)["_prsgd"] = run
     trainer.callback_handler.callbacks.insert(0, run)  # before those that look at the model
+
+
+def _without_ddp(trainer: Any) -> None:
+    """No DDP around the model, but autocast and compilation, as for evaluation."""
+    trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
 
 
 def _check(trainer: Trainer) -> None:
@@ -217,8 +221,9 @@ class _Run(TrainerCallback):
             self.local.inherit(first["local"])
         if trainer.args.process_index == 0:
             warn(
-                f"all workers go on from the average in {folder} and worker 0's optimizer state: not all of the "
-                f"{self.local.comm.num_workers} workers find a state of as many, such as {_path(folder, 0)}",
+                f"all workers go on from the average in {folder} and worker 0's optimizer state, if it is there: not "
+                f"all of the {self.local.comm.num_workers} workers find a state of as many, such as "
+                f"{_path(folder, 0)}",
                 RuntimeWarning,
             )
 
@@ -257,6 +262,10 @@ class _TrainsLocally:
         except BaseException:
             self._prsgd.abandon()
             raise
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        _without_ddp(self)  # every trial of a hyperparameter search makes an accelerator
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
