@@ -217,6 +217,13 @@ def skipping(rank: int, folder: str) -> dict[str, Any]:
     return {**found, "own": trainer.local.step, "global_step": trainer.state.global_step}
 
 
+class Freezes(TrainerCallback):
+    """The embeddings rest in the first epoch."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        model.bert.embeddings.requires_grad_(state.global_step > 0)
+
+
 def accelerator_made_anew(rank: int, folder: str) -> str:
     """As by every trial of a hyperparameter search."""
     trainer = trainer_of(rank, folder, {"num_train_epochs": 1})
@@ -239,6 +246,8 @@ def refused(rank: int, folder: str, kind: str) -> str:
         trainer.model_wrapped = FullyShardedDataParallel(trainer.model, device_id=torch.device("cpu"))
     elif kind == "trained":
         trainer.train()
+    elif kind == "freezing":
+        trainer.add_callback(Freezes())
     elif kind == "compiled":
         trainer.model = torch.compile(trainer.model)
     elif kind == "tokens":

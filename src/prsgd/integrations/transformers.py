@@ -134,6 +134,8 @@ class _Run(TrainerCallback):
         """The checkpoint from which training goes on."""
         self._meets = False
         self._looks = False
+        self._trains: list[int] = []
+        """Which parameters the optimizer trained in the beginning."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer
@@ -145,6 +147,16 @@ class _Run(TrainerCallback):
             self.resumes = None
         self.local.start()
         self.runs = True
+        self._trains = self._trained()
+
+    def check_trained(self) -> None:
+        """At the first batch of an epoch."""
+        if self.runs and self._trained() != self._trains:
+            raise UsageError(
+                "what the optimizer trains changed in the middle of train(), as by a callback that freezes layers for "
+                "some epochs: with local_sgd() train once with the frozen model, and then by a new Trainer with all of "
+                "it"
+            )
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.meet()
@@ -227,6 +239,9 @@ class _Run(TrainerCallback):
                 RuntimeWarning,
             )
 
+    def _trained(self) -> list[int]:
+        return [id(p) for group in self.trainer.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
     def _all(self, fits: bool) -> bool:
         """On all workers?"""
         accelerator = self.trainer.accelerator
@@ -270,6 +285,10 @@ class _TrainsLocally:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         self._prsgd.resumes = checkpoint
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        self._prsgd.check_trained()
+        return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         control = self.control  # type: ignore[attr-defined]
