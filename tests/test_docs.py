@@ -16,6 +16,8 @@ import pytest
 
 import prsgd
 from prsgd.cli import COMMANDS, EXAMPLES
+from prsgd.cli.parser import Parser
+from prsgd.lab.methods import METHODS
 from tests import ranks
 from tests.ranks import Program, free_port
 from tools import docs
@@ -170,6 +172,16 @@ def test_every_command_shows_an_example(capsys: pytest.CaptureFixture[str]) -> N
         assert all(len(line) <= 80 for line in said.splitlines()), name
         known = set(re.findall(r"--[\w-]+", said))
         assert set(re.findall(r"--[\w-]+", example)) <= known, name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_help_text_says_what_each_option_is(name: str) -> None:
+    """More than what holds without it; and a method's name can be copied from it."""
+    parser = Parser(prog=name)
+    import_module(f"prsgd.cli.{name}").add(parser)
+    assert [action.dest for action in parser._actions if (action.help or "(").startswith("(")] == []
+    if name in ("train", "compare"):
+        assert set(METHODS) <= set(re.findall(r"[\w-]+", parser.format_help()))
 
 
 def test_readme_is_short() -> None:

@@ -15,7 +15,7 @@ from prsgd.cli.parser import LAB, Parser, fail_without_lab, need_lab
 
 COMMANDS = {
     "compare": "train one task with several methods or periods, and report side by side",
-    "train": "one run",
+    "train": "train one task with one method",
     "report": "one HTML page with every figure, of runs that have been made",
     "timeline": "what every worker did when: the paper's Figures 1 and 2, from a run's trace",
     "methods": "the table of methods: what each does, its parts, where it comes from",
@@ -45,10 +45,8 @@ EXAMPLES = {
     "launch": "prsgd launch --elastic --workers 4 train.py",
 }
 """One of each: what its help shows at the end."""
-_EPILOG = (
-    "prsgd COMMAND --help tells more, with an example of each. In brackets is what\n"
-    f"is used unless you say otherwise.\nexample: {EXAMPLES['train']}"
-)
+_UNLESS = "In parentheses is what is used unless you say otherwise."
+_EPILOG = f"prsgd COMMAND --help tells more, with an example of each.\nexample: {EXAMPLES['train']}"
 DRAWS = {"compare": None, "report": None, "timeline": None, "plan": "plot", "verify": "out", "bench": "out"}
 """Commands that need the lab extra: always, or where this option is given."""
 
@@ -67,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if arguments[:1] == [name]:  # the others' options are not needed now
             import_module(f"prsgd.cli.{name}").add(command)
+            if any("(" in (action.help or "") for action in command._actions):
+                command.epilog = f"{_UNLESS}\n{command.epilog}"
     try:
         args = parser.parse_args(arguments)
         if args.command in DRAWS and ((option := DRAWS[args.command]) is None or vars(args)[option] is not None):

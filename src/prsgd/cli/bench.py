@@ -23,20 +23,22 @@ MOST_RANKS, MOST_ROUNDS, MOST_PERIOD = 16, 1000, 10_000
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("--models", nargs="+", default=USUAL, metavar="M", help=f"({' '.join(USUAL)}) or gpt, mlp-25m")
+    models = f"what is trained ({' '.join(USUAL)}); also gpt, mlp-25m"
+    parser.add_argument("--models", nargs="+", default=USUAL, metavar="M", help=models)
     parser.add_argument(
         "--links", nargs="+", default=LINKS, metavar="L",
-        help=f"({' '.join(LINKS)}); 1Gbit+10ms has a delay; all but loopback need root, and are made and removed here",
+        help=f"over what ({' '.join(LINKS)}); 1Gbit+10ms has a delay; all but loopback need root, and are made and "
+        "removed here",
     )  # fmt: skip
-    parser.add_argument("--contestants", nargs="+", metavar="C", help="(all that are installed); see --list")
+    parser.add_argument("--contestants", nargs="+", metavar="C", help="who (all that are installed); see --list")
     parser.add_argument("--period", type=int, default=8, metavar="I", help="steps between averages (8)")
     parser.add_argument("--ranks", type=int, default=2, metavar="R", help="processes, of one thread each (2)")
-    parser.add_argument("--rounds", type=int, default=7, metavar="K", help="in which all take turns (7)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="K", help="how often all take their turn (7)")
     parser.add_argument(
         "--accuracy", type=float, metavar="A",
         help="time until the test accuracy is A, of a task of the lab: --models digits/cnn",
     )  # fmt: skip
-    parser.add_argument("--lr", type=float, default=0.02, help="with --accuracy (0.02)")
+    parser.add_argument("--lr", type=float, default=0.02, help="with --accuracy: the learning rate (0.02)")
     parser.add_argument("--seeds", type=int, default=3, metavar="S", help="with --accuracy: how many (3)")
     parser.add_argument("--look", type=int, default=16, metavar="I", help="with --accuracy: test every I steps (16)")
     parser.add_argument("--steps", type=int, default=2000, metavar="T", help="with --accuracy: give up after T (2000)")

@@ -21,7 +21,9 @@ def add(parser: Parser) -> None:
     parser.add_argument("--model", help="one of the task's models (its first)")
     parser.add_argument("--batch-size", type=int, metavar="B", help="of each worker")
     parser.add_argument("--steps", type=int, default=200, metavar="T", help="to take (200)")
-    parser.add_argument("--out", type=path, default=Path(files.CLUSTER), metavar="FILE", help=f"({files.CLUSTER})")
+    parser.add_argument(
+        "--out", type=path, default=Path(files.CLUSTER), metavar="FILE", help=f"where it is written ({files.CLUSTER})"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

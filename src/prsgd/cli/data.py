@@ -9,13 +9,15 @@ from prsgd.cli.parser import Parser, path, refusing
 
 
 def add(parser: Parser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="list|get|path", required=True, parser_class=Parser)
+    actions = parser.add_subparsers(
+        dest="action", metavar="list|get|path", required=True, parser_class=Parser, help="what to do"
+    )
     actions.add_parser("list", help="the data sets, and which are here")
     get = actions.add_parser("get", help="fetch one, check it and keep it")
-    get.add_argument("name")
+    get.add_argument("name", help="of the data set")
     get.add_argument("--from", dest="given", type=path, metavar="PATH", help="a file or folder that you have already")
     where = actions.add_parser("path", help="where one is kept")
-    where.add_argument("name")
+    where.add_argument("name", help="of the data set")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -28,10 +28,11 @@ PR_SET_PDEATHSIG = 1
 
 def add(parser: Parser) -> None:
     parser.add_argument("--elastic", action="store_true", help="workers come and go (comm=prsgd.TorchFT())")
-    parser.add_argument("--workers", type=int, default=2, help="processes to start (default 2)")
-    parser.add_argument("--port", type=int, default=0, help="the lighthouse's, on loopback (default: a free one)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes to start (2)")
+    parser.add_argument("--port", type=int, default=0, help="the lighthouse's, on loopback (a free one)")
     parser.add_argument("script", type=path, help="a Python program")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+    rest.required = False  # argparse would name it beside a script that is missing
 
 
 def run(args: argparse.Namespace) -> int:

@@ -85,7 +85,7 @@ OPTIONS = (
     ),
     Option("fragments", HOW, "parts in which the model travels, one after the other (1; streaming-diloco 4)", "F", int),
     Option("switch", HOW, f"when {_SWITCHING} switches: after T steps, or a fraction of the run (0.5)", "T", number),
-    Option("outer_lr", HOW, f"of the outer optimizer of {_OUTER} (0.7; slowmo 1)", kind=float),
+    Option("outer_lr", HOW, f"of the outer optimizer of {_OUTER} (0.7; slowmo 1)", "LR", float),
     Option("outer_momentum", HOW, "of the same (0.9; slowmo 0.7)", "M", float),
     Option(
         "epochs",
@@ -101,7 +101,7 @@ OPTIONS = (
     Option("batch_size", HOW, "of each worker (digits, synthetic and text 8, others 32)", "B", int),
     Option("accumulate", HOW, "parts in which a batch goes through the model, one after another (1)", "A", int),
     Option("optimizer", HOW, "sgd or adamw (sgd; text adamw)", "NAME"),
-    Option("lr", HOW, "at its highest (0.1; adamw 0.001)", kind=float),
+    Option("lr", HOW, "learning rate, at its highest (0.1; adamw 0.001)", kind=float),
     Option(
         "recipe",
         HOW,
@@ -121,7 +121,7 @@ OPTIONS = (
         "NAME",
     ),
     Option("seconds", MIXED, f"of a round of {_BY_CLOCK} (PERIOD steps of the cluster's slowest worker)", "S", float),
-    Option("weights", MIXED, "each worker counts: uniform, or by its steps (uniform)"),
+    Option("weights", MIXED, "uniform or steps: each worker counts alike, or by its steps (uniform)", "NAME"),
     Option("processes", WHERE, "spread a run's workers over P processes here (1)", "P", int),
     Option("out", WHERE, "the run's folder (a new one in runs/)", "DIR", path),
     Option("resume", WHERE, "continue what is in this folder", "DIR", path),

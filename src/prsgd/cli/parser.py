@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,6 +100,10 @@ def whole_or_auto(text: str) -> int | str:
 class _Help(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=80)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Names such as pr-sgd-timed stay whole: half of one on each line reads like two."""
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """Each line by itself: an example is not to be filled up with what stands before it."""

@@ -72,7 +72,7 @@ def _tell(config: Config, folder: Path, summary: Summary, as_json: bool) -> int:
         print(f"done in {duration(summary.seconds)} of training: {_result(summary)}")
         if summary.modelled_seconds is not None:
             print(f"on the cluster: {duration(summary.modelled_seconds)}")
-        print(f"the model: {folder / files.MODEL}; figures: prsgd report {folder}")
+        print(f"the model: {folder / files.MODEL}\nfigures: prsgd report {folder}")
         if summary.train_loss > summary.first_train_loss:
             print("the loss is above that of the model it began with: lower the lr?")
     return 0
