@@ -14,8 +14,8 @@ What differs is told in docs/integrations/accelerate.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 from torch import nn
@@ -117,7 +117,8 @@ class LocalSGD:
                 quiet = getattr(self._wrapped, "no_sync", None)  # of DDP, which then exchanges no gradients
                 if quiet is not None:
                     entering.enter_context(quiet())
-                    entering.enter_context(_keeps_buffers(self._wrapped))
+                    # As after a forward pass in no_sync(). The first one would send worker 0's buffers to all.
+                    self._wrapped.require_forward_param_sync = False  # type: ignore[assignment]  # of DDP
                 entering.enter_context(self.local)
                 self._entered = entering.pop_all()
         return self
@@ -133,13 +134,3 @@ class LocalSGD:
         if self.local is None:
             raise ValueError("consensus() needs several processes and enabled=True")
         return self.local.consensus()
-
-
-@contextmanager
-def _keeps_buffers(ddp: Any) -> Iterator[None]:
-    """Also in ``no_sync()`` DDP would send worker 0's buffers to all in the first forward pass."""
-    before, ddp.require_forward_param_sync = ddp.require_forward_param_sync, False
-    try:
-        yield
-    finally:
-        ddp.require_forward_param_sync = before
