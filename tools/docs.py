@@ -32,6 +32,7 @@ ELSEWHERE = {
 }
 """Files outside docs/ that are pages, and where."""
 FENCED = re.compile(r"(^ *(`{3,}|~{3,}).*?^ *\2 *$)", re.DOTALL | re.MULTILINE)
+FIGURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -63,10 +64,12 @@ def lay_out(target: Path, root: Path = ROOT) -> None:
 
 def relinked(text: str, source: str, places: dict[str, str], root: Path = ROOT) -> str:
     """``text`` of the file ``source``, with its links to other files as links between pages. A file that is no page is
-    named, and not linked.
+    named, and not linked. A figure is a link to its file: on a narrow screen that is how to read it.
 
     >>> relinked("[its text](../LICENSE), [how](a.md#b)", "docs/c.md", {"docs/c.md": "c.md", "docs/a.md": "x/a.md"})
     'its text, [how](x/a.md#b)'
+    >>> relinked("![a line](b.png)", "docs/c.md", {"docs/c.md": "c.md", "docs/b.png": "b.png"})
+    '[![a line](b.png)](b.png)'
     """
     here = posixpath.dirname(places[source]) or "."
 
@@ -78,7 +81,7 @@ def relinked(text: str, source: str, places: dict[str, str], root: Path = ROOT) 
         return words if (root / file).exists() else match[0]
 
     fences = [match[0] for match in FENCED.finditer(text)]
-    prose = [LINK.sub(link, part) for part in FENCED.split(text)[::3]]
+    prose = [FIGURE.sub(r"[\g<0>](\1)", LINK.sub(link, part)) for part in FENCED.split(text)[::3]]
     return "".join(part + fence for part, fence in zip(prose, [*fences, ""]))
 
 
