@@ -323,6 +323,9 @@ class Averaging(ABC):
     hears_neighbours_only: ClassVar[bool] = False
     """Are its landings not ``shared``?"""
 
+    def __repr__(self) -> str:  # in messages; that of a dataclass names its fields too
+        return f"{type(self).__name__}()"
+
     @property
     def knows_drift(self) -> bool:
         """Do all processes learn the exact mean, from which the drift is measured?"""
