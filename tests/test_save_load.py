@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in torch's own export list
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import prsgd
 
@@ -198,6 +199,25 @@ def test_the_newest_state_counts_whatever_wrote_it(mesh: DeviceMesh, tmp_path: P
     model, optimizer, local = tied(None)
     prsgd.load(local, model, optimizer, tmp_path)
     assert local.step == 6
+
+
+def test_fragments_are_of_the_model_within_its_wrapper(mesh: DeviceMesh) -> None:
+    """DistributedDataParallel within a worker puts a prefix before all names: patterns and states go by the model's
+    own, so that it goes on with whole models, too."""
+
+    def run(*, wraps: bool) -> prsgd.LocalSGD:
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+        model[2].weight = model[0].weight
+        whole = DistributedDataParallel(model, process_group=mesh.get_group()) if wraps else model
+        return new(model=whole, comm=prsgd.InProcess(), fragments=["0.*", "1.*"])[2]
+
+    with run(wraps=True) as local:
+        state = local.state_dict()
+    run(wraps=False).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"'2\.\*' matches '2\.weight', which is tied to '0\.weight'"):
+        prsgd.LocalSGD(
+            local.model, local.optimizers, schedule=prsgd.every(2), comm=prsgd.InProcess(), fragments=["1.*", "2.*"]
+        )
 
 
 def test_folders_in_a_folder_are_left_alone(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from prsgd.records import Record
 from prsgd.replicas.buffers import Buffers
 from prsgd.replicas.fleet import Fleet
 from prsgd.replicas.host import Host
+from prsgd.replicas.names import bare
 from prsgd.replicas.optimizer_state import OptimizerState
 from prsgd.replicas.optimizers import unwrapped
 from prsgd.schedules.base import ByClock, Schedule
@@ -114,7 +115,7 @@ def assemble(
     setting = replace(setting, team=team.size, has_shards=team.has_shards)
     schedule.check(num_workers, setting.overlap)
     setting.require(averaging)
-    parts = dealt(host.rows.workers[0], fragments, tied_names(host.modules[0]))
+    parts = dealt(host.rows.workers[0], fragments, tied_names(bare(host.modules[0])))
     check_fragments(len(parts), schedule, averaging, setting)
     if limit is not None:
         team.comm.timeout_seconds = limit

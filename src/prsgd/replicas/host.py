@@ -10,6 +10,7 @@ from torch import nn
 
 from prsgd.comm.team import Lone, Team
 from prsgd.replicas.fleet import Fleet
+from prsgd.replicas.names import bare
 from prsgd.replicas.rows import Rows, trainable
 
 
@@ -68,7 +69,7 @@ class OwnModel(Host):
     lies_in_rows = False
 
     def __init__(self, model: nn.Module, team: Team | None = None) -> None:
-        self.modules, self.rows, self.team = (model,), Rows([trainable(model)], None), team or Lone()
+        self.modules, self.rows, self.team = (model,), Rows([trainable(bare(model))], None), team or Lone()
 
     @property
     def stopped(self) -> Set[int]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 COMPILED = "_orig_mod"
 """What torch.compile calls the module that it wraps."""
@@ -36,6 +37,15 @@ def plainly(named: Iterable[tuple[str, T]]) -> dict[str, T]:
     pairs = list(named)
     found = {plain(name): value for name, value in pairs}
     return found if len(found) == len(pairs) else dict(pairs)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Without the wrappers by which the processes of a worker share gradients, and that torch.compile puts on."""
+    inner: nn.Module | None = model
+    while inner is not None:
+        model = inner
+        inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get(COMPILED)
+    return model
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from prsgd import files
@@ -30,7 +29,7 @@ from prsgd.core.local_sgd import LocalSGD
 from prsgd.core.resuming import check_optimizers, damage_named, kinds
 from prsgd.errors import CheckpointError
 from prsgd.replicas.fleet import Fleet
-from prsgd.replicas.names import COMPILED, load_state, plain, plainly
+from prsgd.replicas.names import bare, load_state, plain, plainly
 from prsgd.replicas.rows import Rows, is_shard
 from prsgd.replicas.rows import local as here
 from prsgd.replicas.sharded import slice_of
@@ -133,7 +132,7 @@ def load(run: LocalSGD, optimizers: Sequence[Optimizer], parts: Mapping[str, Any
 def whole_tensors(model: nn.Module) -> Tensors:
     """The model's state_dict on the CPU, put together from its shards: all of the worker's processes take part."""
     found = {}
-    for name, tensor in state_of(_bare(model)).items():
+    for name, tensor in state_of(bare(model)).items():
         if isinstance(tensor, Tensor):
             full: Any = tensor
             full = full.full_tensor() if is_shard(tensor) else tensor
@@ -143,7 +142,7 @@ def whole_tensors(model: nn.Module) -> Tensors:
 
 def _taken_apart(run: LocalSGD, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Any], Tensors]:
     """What each process keeps by itself, and what is cut."""
-    model, state = _bare(run.host.modules[0]), run.state_dict()
+    model, state = bare(run.host.modules[0]), run.state_dict()
     named = plainly(model.named_parameters())
     aliases = {plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors: Tensors = {f"model/{name}": p.detach() for name, p in named.items()}
@@ -173,7 +172,7 @@ def _taken_apart(run: LocalSGD, optimizers: Sequence[Optimizer]) -> tuple[dict[s
 
 def _wanted(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, folder: Path) -> Tensors:
     """Room for all that is to be read, as it is cut here; a CheckpointError if it is of another model."""
-    named = plainly(_bare(run.host.modules[0]).named_parameters())
+    named = plainly(bare(run.host.modules[0]).named_parameters())
     theirs, ours = tree["model"], _kinds(named)
     for name in [*ours, *theirs]:
         if theirs.get(name) != ours.get(name):
@@ -202,7 +201,7 @@ def _wanted(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, folder: P
 
 def _put_together(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, tensors: Tensors) -> None:
     """Give everybody what was read."""
-    model, state = _bare(run.host.modules[0]), tree["local"]
+    model, state = bare(run.host.modules[0]), tree["local"]
     named = plainly(model.named_parameters())
     names = {id(p): name for name, p in named.items()}
     for path, dim in tree["rows"]:
@@ -337,7 +336,7 @@ def _room(rows: Rows) -> Tensor:
 def _cut(run: LocalSGD, path: Sequence[Any], row: Tensor) -> Tensors:
     """A row as tensors that lie as the parameters do."""
     label = "/".join(map(str, path))
-    names = {id(p): name for name, p in plainly(_bare(run.host.modules[0]).named_parameters()).items()}
+    names = {id(p): name for name, p in plainly(bare(run.host.modules[0]).named_parameters()).items()}
     tensors, start, flat = {}, 0, row.view(-1)
     for p in _part(run.host.rows, path).workers[0].values():
         shape = here(p).shape
@@ -362,15 +361,6 @@ def _like_parameters(
 
 def _kinds(named: Mapping[str, nn.Parameter]) -> dict[str, str]:
     return {name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')}" for name, p in named.items()}
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    """Without the wrappers by which the processes of a worker share gradients, and that torch.compile puts on."""
-    inner: nn.Module | None = model
-    while inner is not None:
-        model = inner
-        inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get(COMPILED)
-    return model
 
 
 def _states(folder: Path, worker: int, process: int) -> States:
