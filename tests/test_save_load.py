@@ -180,6 +180,21 @@ def test_one_shard_is_saved_and_loaded_as_several_are(
     assert counts == {"batches": 2}
 
 
+@pytest.mark.parametrize("before", ["sharded", "whole"])
+def test_other_parameter_groups_are_told_in_a_line(before: str, mesh: DeviceMesh, tmp_path: Path) -> None:
+    run = tied({"sharded": mesh, "whole": None}[before])
+    saved(tmp_path, run)
+    model = run[0]
+    optimizer = OPTIMIZERS["AdamW"]([{"params": model.parameters()}, {"params": [], "lr": 0.2}])
+    local = prsgd.LocalSGD(model, optimizer, schedule=prsgd.every(2), comm=prsgd.InProcess())
+    with pytest.raises(prsgd.CheckpointError) as caught:
+        prsgd.load(local, model, optimizer, tmp_path)
+    assert str(caught.value) == (
+        f"the state of 'optimizer' in {tmp_path} does not fit: loaded state dict has a different number of parameter "
+        "groups; go on with the same one, or begin anew in another folder"
+    )
+
+
 def test_the_newest_state_counts_whatever_wrote_it(mesh: DeviceMesh, tmp_path: Path) -> None:
     """A run that goes on with whole models does not fall back to its older state of shards, and parts of newer states
     count for nothing."""

@@ -117,7 +117,7 @@ def load(run: LocalSGD, optimizers: Sequence[Optimizer], parts: Mapping[str, Any
         raise CheckpointError(f"the tensors of round {number} in {folder} cannot be read: {line}") from None
     if not same:
         tree["local"]["setup"]["num_parameters"] = run.host.rows.width
-    _put_together(run, optimizers, tree, tensors)
+    _put_together(run, optimizers, tree, tensors, folder)
     load_parts(tree["parts"], parts, folder)
     if same:
         restore_random_state(tree["random"])
@@ -199,7 +199,7 @@ def _wanted(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, folder: P
     return tensors
 
 
-def _put_together(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, tensors: Tensors) -> None:
+def _put_together(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, tensors: Tensors, folder: Path) -> None:
     """Give everybody what was read."""
     model, state = bare(run.host.modules[0]), tree["local"]
     named = plainly(model.named_parameters())
@@ -225,7 +225,7 @@ def _put_together(run: LocalSGD, optimizers: Sequence[Optimizer], tree: Any, ten
             for key, value in values.items():
                 if isinstance(value, str) and value == CUT:
                     values[key] = tensors[f"optimizer {o}/{key}/{names[id(params[int(index)])]}"]
-        optimizer.load_state_dict(saved)
+        load_parts({f"optimizer{o or ''}": saved}, {f"optimizer{o or ''}": optimizer}, folder)
 
 
 def _newest(run: LocalSGD, folder: Path) -> tuple[int, str, int]:
