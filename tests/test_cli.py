@@ -503,6 +503,18 @@ def test_a_timeline_names_seeds_and_what_else_differs(
     assert "pr-sgd period 1, seed 1: here idle" in (tmp_path / "c" / "figures" / "timeline.svg").read_text()
 
 
+def test_a_timeline_names_all_workers_of_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two processes of four workers each, which tell of them by their first one, have a row each."""
+    folder = make_run(tmp_path / "a", workers=8, processes=2)
+    for process in (0, 1):
+        spans = [Span(4 * process, "step", float(i), i + 0.8, i + 1) for i in range(4)]
+        spans += [Span(4 * process, "blocked", i + 0.8, i + 1.0, i + 1) for i in range(4)]
+        (folder / f"trace-{process}.json").write_text(json.dumps(to_chrome(spans)))
+    assert main(["timeline", str(folder)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[3:5]] == ["0-3", "4-7"]
+    assert all(f"<!-- {name} -->" in (folder / "figures" / "timeline.svg").read_text() for name in ("0-3", "4-7"))
+
+
 def test_a_timeline_of_very_many_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """More than can be drawn: fewer are, however many were asked for."""
     folder = make_run(tmp_path / "a")

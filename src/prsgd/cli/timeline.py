@@ -29,18 +29,22 @@ def run(args: argparse.Namespace) -> int:
         found = {folder: (label, spans) for folder, (label, spans) in found.items() if spans}
         if not found:
             raise ValueError(f"{args.folder} has no trace: it is written when a run ends")
-        drawn = [timeline.timeline(label, spans, rounds) for label, spans in found.values()]
+        workers = {run.folder: run.config["workers"] for run in runs}
+        drawn = [
+            timeline.timeline(label, spans, rounds, workers=workers[folder]) for folder, (label, spans) in found.items()
+        ]
         timelines = [one for one in drawn if one is not None]
         for folder, (_, spans) in found.items():
             (folder / files.TRACE).write_text(json.dumps(trace.to_chrome(trace.split(spans))))
         paths = figures.save(args.folder, {"timeline": lambda: timeline.draw(timelines)}) if timelines else []
-    for label, spans in found.values():
+    for folder, (label, spans) in found.items():
         first = min((span.number for span in spans if span.kind == "step"), default=1)
         since = "" if first <= 1 else f" (from step {first:,} on: a trace keeps the newest, and begins anew on resume)"
         print(f"\n{label}{since}\n{'worker':>6} {'computing':>11} {'waiting':>11} {'averaging':>11} {'idle':>7}")
-        for share in trace.shares(trace.split(spans)):
+        shares = trace.shares(trace.split(spans))
+        for share, row in zip(shares, timeline.row_names([share.worker for share in shares], workers[folder])):
             times = (share.computing, share.waiting, share.communicating)
-            print(f"{share.worker:>6} " + " ".join(f"{t:>9.3f} s" for t in times) + f" {share.idle:>7.1%}")
+            print(f"{row:>6} " + " ".join(f"{t:>9.3f} s" for t in times) + f" {share.idle:>7.1%}")
     print()
     for place in paths:
         print(place)

@@ -29,6 +29,8 @@ class Timeline:
     """Split; those that reach into the window."""
     workers: tuple[int, ...]
     """Which have a row."""
+    names: tuple[str, ...]
+    """Of the rows."""
 
     @property
     def idle(self) -> float:
@@ -37,7 +39,20 @@ class Timeline:
         return sum(share.idle for share in found) / len(found) if found else 0.0
 
 
-def timeline(name: str, spans: Sequence[Span], rounds: int = ROUNDS) -> Timeline | None:
+def row_names(first: Sequence[int], workers: int) -> list[str]:
+    """Of the rows of a run of so many workers. A process that hosts several takes their steps together, and tells of
+    them by its first one: its row is theirs.
+
+    >>> row_names([0, 1, 2], 3)
+    ['0', '1', '2']
+    >>> row_names([0, 4], 8)
+    ['0-3', '4-7']
+    """
+    pairs = zip(first, [*first[1:], max(workers, first[-1] + 1)])
+    return [str(begin) if end == begin + 1 else f"{begin}-{end - 1}" for begin, end in pairs]
+
+
+def timeline(name: str, spans: Sequence[Span], rounds: int = ROUNDS, *, workers: int) -> Timeline | None:
     """``rounds`` of them from the second on, the first being a slow one; None if there are not so many."""
     landings: dict[int, float] = {}
     for span in spans:
@@ -49,7 +64,8 @@ def timeline(name: str, spans: Sequence[Span], rounds: int = ROUNDS) -> Timeline
     first = min(1, len(numbers) - 2)
     begin = landings[numbers[first]]
     everyone = sorted({span.worker for span in spans})
-    chosen = everyone if len(everyone) <= MOST_WORKERS else everyone[:: -(-len(everyone) // MOST_WORKERS)]
+    apart = -(-len(everyone) // MOST_WORKERS)
+    chosen, names = everyone[::apart], row_names(everyone, workers)[::apart]
     later = [span for span in split(spans) if span.end > begin and span.worker in chosen]
     for last in range(min(first + rounds, len(numbers) - 1), first, -1):  # fewer, if they are too many to be seen
         end = landings[numbers[last]]
@@ -62,7 +78,7 @@ def timeline(name: str, spans: Sequence[Span], rounds: int = ROUNDS) -> Timeline
         Span(s.worker, s.kind, max(s.begin, begin) - begin, min(s.end, end) - begin, s.number)
         for s in inside[:MOST_SPANS]
     )
-    return Timeline(name, begin, end, tuple(cut), tuple(chosen))
+    return Timeline(name, begin, end, tuple(cut), tuple(chosen), tuple(names))
 
 
 def draw(timelines: Sequence[Timeline]) -> Drawing:

@@ -18,7 +18,7 @@ def timelines(groups: Sequence[Group]) -> list[Timeline]:
     found = []
     for group in groups[:MOST_GROUPS]:
         run = next((run for run in group.runs if _workers(run) > 1), None)
-        drawn = None if run is None else timeline(group.name, run.spans, ROUNDS)
+        drawn = None if run is None else timeline(group.name, run.spans, ROUNDS, workers=run.config["workers"])
         if drawn is not None:
             found.append(drawn)
     return found

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 _CAPTION = (
     "As Figures 1 and 2 of the paper, from the run's own trace: a row a worker, a few rounds, all on one scale of "
     "time; at most six runs, the first ones. Where rounds have a fixed number of steps, fast workers wait (grey) for "
-    "the slowest; where a round lasts a fixed time, or as many steps as a worker's speed allows, nobody does."
+    "the slowest; where a round lasts a fixed time, or as many steps as a worker's speed allows, nobody does. White "
+    "gaps are evaluations and checkpoints."
 )
 _POINTS = 430
 """Typographic ones, across the axes."""
@@ -61,7 +62,7 @@ def _rows(axes: Axes, one: Timeline) -> None:
             axes.broken_barh(bars, (row - 0.4, 0.7), facecolors=COLOURS[kind], **edge)
         flights = [(s.begin, s.end - s.begin) for s in one.spans if s.worker == worker and s.kind == "flight"]
         axes.broken_barh(flights, (row + 0.32, 0.13), facecolors=COLOURS["flight"], linewidth=0)
-    axes.set_yticks(range(len(one.workers)), [str(worker) for worker in one.workers])
+    axes.set_yticks(range(len(one.workers)), one.names)
     axes.set_ylim(len(one.workers) - 0.4, -0.6)
     axes.set_ylabel("worker")
     axes.set_title(f"{one.name}: here idle {one.idle:.0%} of the time", loc="left")
