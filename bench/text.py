@@ -6,15 +6,7 @@
 All variants take the same step (AdamW, gradients clipped, 128 bytes a sample) in turns. Printed are medians of the
 thread's own seconds, which other programs on the machine do not change much. "auto" is what a fleet chooses.
 
-The experiment of docs/results/text.md is these commands, each with --seeds 2; --split era for the second half:
-
-    prsgd compare --task text --model small --workers 8 --steps 2000 --cluster lan-1g --jobs 1 --look 200 \
-      --optimizer adamw --methods minibatch-sgd local-adamw diloco sparseloco --period 32 --out runs/text-32
-    prsgd compare --task text --model small --workers 8 --steps 2000 --cluster lan-1g --jobs 1 --look 200 \
-      --methods local-adamw diloco --period 8 64 --out runs/text-periods
-    for lr in 0.3 0.5 0.7 0.9; do prsgd compare --task text --model small --workers 8 --steps 2000 --jobs 1 \
-      --cluster lan-1g --look 200 --methods diloco --period 32 --outer-lr $lr --out runs/text-outer-$lr; done
-    prsgd report runs/text-32 runs/text-periods --out runs/text-report     # bits per byte, table.csv, figures
+What the methods reach on this task is docs/results/text.md, made by ``bench/text_methods.py``.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_parts() -> None:
     assert shown["d-psgd"] == "every(1) + gossip(graph='ring')"
     assert shown["qsgd"] == "every(1) + mean(wire=quantized(bits=4, bucket=512))"
     assert shown["sparseloco"] == (
-        "every(8) + outer(lr=0.7, momentum=0.9, nesterov=True, by_inner_lr=False, "
+        "every(8) + outer(lr=1.0, momentum=0.0, nesterov=True, by_inner_lr=False, "
         "of=mean(wire=sparse(density=0.02, bits=2)))"
     )
     assert shown["local-adamw-averaged"] == shown["pr-sgd-momentum"]
@@ -103,7 +103,7 @@ def test_an_outer_lr_and_momentum_that_are_given_are_the_outer_optimizers() -> N
     config = Config(method="diloco", outer_lr=1, outer_momentum=0).resolve()
     assert config.parts().averaging == prsgd.outer(1.0, 0.0)
     config = Config(method="sparseloco", outer_lr=0.4).resolve()
-    assert config.parts().averaging == prsgd.outer(0.4, 0.9, of=prsgd.mean(wire=prsgd.sparse(0.02, bits=2)))
+    assert config.parts().averaging == prsgd.outer(0.4, 0.0, of=prsgd.mean(wire=prsgd.sparse(0.02, bits=2)))
     assert Config(method="slowmo").resolve().parts().averaging == prsgd.outer(1.0, 0.7, False, True)
 
 

@@ -34,7 +34,8 @@ class outer(Averaging):  # noqa: N801 - a word in the user's sentence
     The defaults are DiLoCo's, made for rounds of hundreds of steps of AdamW. With short rounds, or with momentum inside
     too, the two multiply: take a smaller ``momentum``. A run that ends within a round ends with the mean.
 
-    Weights and the wire are the mean's: ``outer(of=mean(wire=sparse(0.02, bits=2)))`` is SparseLoCo.
+    Weights and the wire are the mean's: ``outer(1.0, 0.0, of=mean(wire=sparse(0.02, bits=2)))`` is SparseLoCo,
+    where what a worker has left out takes the place of momentum.
 
     >>> outer(momentum=0.5)
     outer(lr=0.7, momentum=0.5, nesterov=True, by_inner_lr=False, of=mean(weights='uniform', wire=None, clip=None))

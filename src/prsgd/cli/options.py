@@ -85,8 +85,8 @@ OPTIONS = (
     ),
     Option("fragments", HOW, "parts in which the model travels, one after the other (1; streaming-diloco 4)", "F", int),
     Option("switch", HOW, f"when {_SWITCHING} switches: after T steps, or a fraction of the run (0.5)", "T", number),
-    Option("outer_lr", HOW, f"of the outer optimizer of {_OUTER} (0.7; slowmo 1)", "LR", float),
-    Option("outer_momentum", HOW, "of the same (0.9; slowmo 0.7)", "M", float),
+    Option("outer_lr", HOW, f"of the outer optimizer of {_OUTER} (0.7; slowmo and sparseloco 1)", "LR", float),
+    Option("outer_momentum", HOW, "of the same (0.9; slowmo 0.7, sparseloco 0)", "M", float),
     Option(
         "epochs",
         HOW,
