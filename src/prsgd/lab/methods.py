@@ -252,7 +252,7 @@ METHODS = {
     "sparseloco": Method(
         "PR-SGD that sends the largest fiftieth of what each worker has changed, each number in 2 bits; the rest is "
         "added to the next change, which takes the place of DiLoCo's momentum. As published the workers' own optimizer "
-        "is AdamW (--optimizer adamw), and what is left out fades by a twentieth in each round, which it does not here.",
+        "is AdamW (--optimizer adamw), and what is left out fades with the rounds, which it does not here.",
         "Sarfi et al. 2025",
         lambda given: Parts(prsgd.every(given.period), given.outer(prsgd.sparse(0.02, bits=2), lr=1.0, momentum=0.0)),
         is_outer=True,
