@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rows import Row, put
@@ -24,18 +24,16 @@ from prsgd.cluster.model import load
 from prsgd.report.figures.style import COLOURS, DASHES, STYLE
 from prsgd.report.places import CLUSTERS, seconds_on
 from prsgd.report.read import Run, read
+from prsgd.tasks.text import CONTEXT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FILE = Path(__file__).parent.parent / "docs" / "results" / "text.json"
 CONFIG = (
-    "model", "split", "workers", "steps", "epochs", "batch_size", "optimizer", "lr", "outer_lr", "outer_momentum",
-    "seed",
+    "model", "split", "workers", "epochs", "batch_size", "optimizer", "lr", "outer_lr", "outer_momentum", "seed",
 )  # fmt: skip
 BASELINE = "minibatch-sgd"
-CONTEXT = 128
-"""Tokens in a sample of the text task."""
 
 
 def row_of(run: Run) -> Row:
@@ -91,34 +89,31 @@ def grouped(rows: Sequence[Row]) -> Grouped:
 
 
 def table(rows: Sequence[Row], baseline: Sequence[Row]) -> str:
-    """A line for each label: means over the seeds, beside the ``baseline`` of the same seeds that was best."""
-    heads = (
-        "method", "at the end", "against mini-batch", "seeds", "MB sent", "share", "most MB at once", "rounds",
-        *(f"s on {name}" for name in CLUSTERS),
-    )  # fmt: skip
+    """A line for each label, the best first; a number for each seed, beside that seed's best ``baseline``."""
     best: dict[int, Row] = {}
     for row in baseline:
         best[row["seed"]] = min(row, best.get(row["seed"], row), key=lambda row: row["score"])
-    lines = [
-        heads,
-        ["---"] * len(heads),
-        *([name, *_cells(of, best)] for name, of in grouped(rows).items()),
-    ]
+
+    def above(row: Row) -> float:
+        return float(100 * (row["score"] / best[row["seed"]]["score"] - 1))
+
+    heads = (
+        "", "bits per byte", "above", "MB sent by each", "most MB at once", "averages", f"s on {', '.join(CLUSTERS)}",
+    )  # fmt: skip
+    lines = [heads, ["---"] * len(heads)]
+    for name, found in sorted(grouped(rows).items(), key=lambda item: fmean(map(above, item[1]))):
+        first = found[0]
+        share = best[first["seed"]]["bytes_sent"] / first["bytes_sent"]
+        lines.append([
+            name,
+            ", ".join(f"{row['score']:.3f}" for row in found),
+            ", ".join(f"{above(row):+.1f}" for row in found) + " %",
+            f"{first['bytes_sent'] / 1e6:,.0f} ({'1' if share < 1.01 else f'1/{share:.3g}'})",
+            f"{first['most_bytes_at_once'] / 1e6:.3g}",
+            f"{first['rounds']:,}",
+            ", ".join(f"{first['seconds'][on]:,.0f}" for on in CLUSTERS),
+        ])  # fmt: skip
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cells(found: Sequence[Row], baseline: dict[int, Row]) -> list[str]:
-    scores = [row["score"] for row in found]
-    spread = f" ± {stdev(scores):.3f}" if len(scores) > 1 else ""
-    pairs = [(row, baseline[row["seed"]]) for row in found if row["seed"] in baseline]
-    above = f"{100 * (fmean(a['score'] / b['score'] for a, b in pairs) - 1):+.1f} %" if pairs else ""
-    share = f"1/{1 / fmean(a['bytes_sent'] / b['bytes_sent'] for a, b in pairs):,.3g}" if pairs else ""
-    sent, most = (fmean(row[name] for row in found) / 1e6 for name in ("bytes_sent", "most_bytes_at_once"))
-    return [
-        f"{fmean(scores):.3f}{spread}", above, str(len(found)), f"{sent:,.4g}", share, f"{most:.3g}",
-        f"{fmean(row['rounds'] for row in found):,.0f}",
-        *(f"{fmean(row['seconds'][name] for row in found):,.0f}" for name in CLUSTERS),
-    ]  # fmt: skip
 
 
 def draw(rows: Sequence[Row], place: Path) -> None:
